@@ -1,0 +1,60 @@
+"""The one exception tree: everything that a user can cause is a WeightprepError that says what to do next.
+
+A message has four parts, always in this order: the subject (a file, a tensor, a key path), what was found, what was wanted, and
+the next step. They are separate arguments so that no call site can forget one, and separate attributes so that `--json` can
+report them.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "ContractError",
+    "EngineError",
+    "QualityError",
+    "RecipeError",
+    "WeightprepError",
+]
+
+
+class WeightprepError(Exception):
+    """Base of all errors that weightprep raises on purpose.
+
+    :param subject: the file, tensor or key path that the error is about
+    :param found: what was there
+    :param wanted: what was expected instead
+    :param remedy: the next step for the user
+    """
+
+    exit_code = 2
+
+    def __init__(self, subject: object, *, found: str, wanted: str, remedy: str) -> None:
+        self.subject = str(subject)
+        self.found = found
+        self.wanted = wanted
+        self.remedy = remedy
+        super().__init__(f"{self.subject}: found {found}; wanted {wanted}\n  -> {remedy}")
+
+
+class RecipeError(WeightprepError):
+    """A recipe cannot be read, does not compose, or does not fit the model that it is applied to."""
+
+
+class CheckpointError(WeightprepError):
+    """A file of a checkpoint is missing, malformed, inconsistent with the others, or not ours to touch."""
+
+
+class EngineError(WeightprepError):
+    """The serving engine cannot run weightprep the way it was asked to."""
+
+
+class QualityError(WeightprepError):
+    """A conversion lost more accuracy than the recipe's floor allows."""
+
+    exit_code = 1
+
+
+class ContractError(WeightprepError):
+    """Weights do not have the form that a kernel's gate compares with; carries every violation of the model."""
+
+    exit_code = 1
