@@ -1,0 +1,78 @@
+"""config.json and hf_quant_config.json as data: the only two files that say what the tensors are meant to be.
+
+A wrapper model (Kimi K2.5, K2.6) keeps the language model's settings, the quantization_config included, under
+`text_config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from weightprep.checkpoint.json_file import read_object
+from weightprep.errors import CheckpointError
+
+__all__ = ["CONFIG_NAME", "HF_QUANT_CONFIG_NAME", "ModelConfig", "parse_config", "read_config"]
+
+CONFIG_NAME = "config.json"
+HF_QUANT_CONFIG_NAME = "hf_quant_config.json"
+
+# An expanded exclude list of a 1.5 TB model takes about 100 kB.
+MAX_CONFIG_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The configuration of a checkpoint.
+
+    :param raw: all of config.json, key order kept
+    :param architectures: its `architectures`, empty where it has none
+    :param quantization: its quantization_config, from `text_config` where a wrapper keeps it there
+    :param hf_quant_config: all of hf_quant_config.json (modelopt writes its exclude list there), None without one
+    """
+
+    raw: Mapping[str, object]
+    architectures: tuple[str, ...]
+    quantization: Mapping[str, object] | None
+    hf_quant_config: Mapping[str, object] | None
+
+
+def read_config(root: Path) -> ModelConfig:
+    """Read the configuration of the checkpoint directory `root`.
+
+    :raises CheckpointError: config.json is missing, or either file is malformed
+    """
+    path = root / CONFIG_NAME
+    raw = read_object(path, max_bytes=MAX_CONFIG_BYTES)
+    quant_path = root / HF_QUANT_CONFIG_NAME
+    quant = read_object(quant_path, max_bytes=MAX_CONFIG_BYTES) if quant_path.exists() else None
+    return parse_config(raw, quant, path)
+
+
+def parse_config(raw: dict[str, object], hf_quant_config: dict[str, object] | None, path: Path) -> ModelConfig:
+    """Check the two fields that this package reads from a parsed config.json.
+
+    :param path: the file that errors name
+    :raises CheckpointError: `architectures` or `quantization_config` is of another type
+    """
+    architectures = raw.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise _wrong_type(path, "architectures", architectures, "a list of strings")
+    text = raw.get("text_config") or {}
+    if not isinstance(text, dict):
+        raise _wrong_type(path, "text_config", text, "an object")
+    quantization = raw.get("quantization_config") or text.get("quantization_config") or None
+    if not isinstance(quantization, dict | None):
+        raise _wrong_type(path, "quantization_config", quantization, "an object")
+    return ModelConfig(MappingProxyType(raw), tuple(architectures), quantization, hf_quant_config)
+
+
+def _wrong_type(path: Path, key: str, value: object, wanted: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: {key}",
+        found=f"a JSON {type(value).__name__}",
+        wanted=wanted,
+        remedy="take the file from the model's repository again, or repair it by hand",
+    )

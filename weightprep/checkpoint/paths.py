@@ -1,0 +1,86 @@
+"""Which files of a directory belong to the checkpoint: names come from an index that anyone may have written.
+
+A name is a plain file name, and what it leads to lies inside the checkpoint directory. The one exception is a
+snapshot of the Hugging Face cache, whose entries are links from snapshots/<revision>/ into the blobs/ beside it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from weightprep.errors import CheckpointError
+
+__all__ = ["resolve_inside", "walk_files"]
+
+_MAX_NAME_BYTES = 255
+# Bookkeeping of git and of `hf download --local-dir`; no part of the repository's content.
+_BOOKKEEPING = frozenset({".git", ".cache"})
+
+
+def resolve_inside(root: Path, name: str, *, named_by: Path) -> Path:
+    """The real path of the file `name` of the checkpoint directory `root`.
+
+    :param named_by: the file in which the name stands, for errors
+    :raises CheckpointError: the name is not a plain file name, or it leads out of the checkpoint
+    """
+    if (
+        not name
+        or name in (".", "..")
+        or any(character in name for character in "/\\\0")
+        or len(name.encode("utf-8", "surrogatepass")) > _MAX_NAME_BYTES
+    ):
+        raise CheckpointError(
+            named_by,
+            found=f"the file name {name[:200]!r}",
+            wanted="a plain file name inside the checkpoint directory",
+            remedy="do not use this checkpoint unless you know who wrote it; its index points elsewhere",
+        )
+    return _resolve(root, root / name)
+
+
+def _resolve(root: Path, path: Path) -> Path:
+    real_root = Path(os.path.realpath(root))
+    real = Path(os.path.realpath(path))
+    allowed = [real_root]
+    if real_root.parent.name == "snapshots":
+        allowed.append(real_root.parent.parent / "blobs")
+    if not any(real.is_relative_to(directory) for directory in allowed):
+        raise CheckpointError(
+            path,
+            found=f"a symbolic link to {real}",
+            wanted="a file inside the checkpoint directory",
+            remedy="replace the link by the file, or pass the directory that holds the files",
+        )
+    return real
+
+
+def walk_files(root: Path) -> dict[Path, Path]:
+    """All files of the repository at `root`: relative path -> real path, in sorted order.
+
+    :raises CheckpointError: a link leads out of the checkpoint, a directory is a link, or something is no regular file
+    """
+    found: dict[Path, Path] = {}
+    for directory, subdirectories, names in os.walk(root):
+        here = Path(directory)
+        if here == root:
+            subdirectories[:] = [name for name in subdirectories if name not in _BOOKKEEPING]
+        subdirectories.sort()
+        for name in subdirectories:
+            if (here / name).is_symlink():
+                raise _not_a_file(here / name, "a link to a directory")
+        for name in sorted(names):
+            real = _resolve(root, here / name)
+            if not real.is_file():
+                raise _not_a_file(here / name, "a broken link or something that is not a regular file")
+            found[(here / name).relative_to(root)] = real
+    return found
+
+
+def _not_a_file(path: Path, found: str) -> CheckpointError:
+    return CheckpointError(
+        path,
+        found=found,
+        wanted="regular files and directories",
+        remedy="remove it, or replace it by what it should lead to",
+    )
