@@ -1,0 +1,6 @@
+"""What must hold for a kernel path to be taken: tensor specs, violations, and the gates themselves as data."""
+
+from weightprep.contracts.tensor_spec import Place, TensorSpec
+from weightprep.contracts.violation import ModelContractError, Violation, raise_violations
+
+__all__ = ["ModelContractError", "Place", "TensorSpec", "Violation", "raise_violations"]

@@ -1,0 +1,94 @@
+"""The form that a kernel path needs a tensor to have, as data that can be checked against a real tensor.
+
+Strides are part of it: the batched fp8 kernels read B with the contraction axis contiguous, and a tensor of the right shape and
+dtype in the other order is slower or wrong without an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from weightprep.contracts.violation import Violation
+from weightprep.formats.e4m3 import e4m3_dtype, has_nan
+
+__all__ = ["Place", "TensorSpec"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor stands and what depends on it: the parts of a Violation that the tensor itself cannot tell."""
+
+    layer: int
+    group: str
+    tensor: str
+    path: str
+    target: str
+    consequence: str = "the gate misses and the slow path runs"
+    cause: str = "the tensor was not prepared"
+    remedy: str = "add the layer to the recipe, or run with on_violation=warn"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Concrete form of one tensor.
+
+    :param shape: exact shape
+    :param strides: exact strides in elements, None where any will do
+    :param finite: no NaN and no infinity
+    :param positive: every element > 0
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
+    finite: bool = False
+    positive: bool = False
+
+    def on(self, target: str) -> TensorSpec:
+        """The same spec as `target` needs it: e4m3fn is e4m3fnuz on gfx942."""
+        return replace(self, dtype=e4m3_dtype(target)) if self.dtype is torch.float8_e4m3fn else self
+
+    def check(self, tensor: torch.Tensor, where: Place) -> list[Violation]:
+        """Every way in which `tensor` differs from this spec; values are looked at only if dtype and shape are right."""
+        faults: list[tuple[str, str]] = []
+        if tensor.dtype is not self.dtype:
+            faults.append((f"dtype is {_dtype(tensor.dtype)}", _dtype(self.dtype)))
+        if tuple(tensor.shape) != self.shape:
+            faults.append((f"shape is {tuple(tensor.shape)}", f"shape {self.shape}"))
+        elif self.strides is not None and tuple(tensor.stride()) != self.strides:
+            faults.append((f"strides are {tuple(tensor.stride())}", f"strides {self.strides}"))
+        if not faults and (self.finite or self.positive):
+            faults.extend(self._value_faults(tensor))
+        return [
+            Violation(
+                layer=f"layer {where.layer} ({where.group})",
+                tensor=where.tensor,
+                found=found,
+                wanted=wanted,
+                path=f"'{where.path}' on {where.target}",
+                consequence=where.consequence,
+                cause=where.cause,
+                remedy=where.remedy,
+            )
+            for found, wanted in faults
+        ]
+
+    def _value_faults(self, tensor: torch.Tensor) -> list[tuple[str, str]]:
+        if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
+            is_finite = not has_nan(tensor)
+        elif tensor.dtype is torch.uint8:
+            # the only value that an e8m0 code can have besides powers of two
+            is_finite = not bool((tensor == 255).any())
+        else:
+            is_finite = bool(torch.isfinite(tensor).all())
+        if self.finite and not is_finite:
+            return [("a value is NaN or infinite", "finite values")]
+        if self.positive and not bool((tensor > 0).all()):
+            return [("a value is not positive", "values > 0")]
+        return []
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

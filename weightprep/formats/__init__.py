@@ -1,0 +1,21 @@
+"""Number formats and storage encodings: the bottom of the package, torch only."""
+
+from weightprep.formats.encoding import (
+    FOREIGN_SUFFIXES,
+    SCALE_SUFFIXES,
+    WEIGHT_SUFFIXES,
+    EncodedShape,
+    Encoding,
+    RowSlice,
+    classify,
+)
+
+__all__ = [
+    "FOREIGN_SUFFIXES",
+    "SCALE_SUFFIXES",
+    "WEIGHT_SUFFIXES",
+    "EncodedShape",
+    "Encoding",
+    "RowSlice",
+    "classify",
+]

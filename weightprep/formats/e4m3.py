@@ -1,0 +1,85 @@
+"""The two 8-bit formats with 4 exponent and 3 mantissa bits, and the exact step from one to the other.
+
+float8_e4m3fn (OCP: bias 7, largest 448, NaN 0x7f and 0xff) is what files hold and what gfx950 and CUDA compute with;
+float8_e4m3fnuz (bias 8, largest 240, one NaN 0x80, no negative zero) is what gfx942 computes with. The same byte means half
+the value in fnuz, except 0x7f, 0x80 and 0xff.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from weightprep.errors import CheckpointError
+
+__all__ = [
+    "E4M3FN_MAX",
+    "FNUZ_TARGETS",
+    "e4m3_dtype",
+    "fn_to_fnuz",
+    "has_nan",
+    "quantization_multiplier",
+    "quantize_e4m3fn",
+]
+
+E4M3FN_MAX = 448.0
+# GPUs whose matrix units read e4m3fnuz
+FNUZ_TARGETS = frozenset({"gfx942"})
+# below this amax the scale would leave the normal float32 range; sglang's input_to_float8 has the same floor
+_AMAX_FLOOR = 1e-12
+
+
+def e4m3_dtype(target: str) -> torch.dtype:
+    """The e4m3 format that the matrix units of `target` read."""
+    return torch.float8_e4m3fnuz if target in FNUZ_TARGETS else torch.float8_e4m3fn
+
+
+def quantization_multiplier(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Multiplier m and scale of the per-amax quantization q = clamp(w * m), w ~ q * scale.
+
+    m = 448 * (1 / amax) and scale = 1 / m, each operation rounded to float32. The two roundings of m are those of
+    `448 / amax` in torch, where a Python number divided by a tensor is reciprocal times number; a true division differs by one
+    unit in the last place for about a quarter of all amax, and then bytes differ from sglang's input_to_float8.
+    An amax of zero gives m = scale = 1.
+
+    :param amax: float32, any shape, finite
+    """
+    is_zero = amax == 0
+    m = amax.clamp(min=_AMAX_FLOOR).reciprocal() * E4M3FN_MAX
+    m = torch.where(is_zero, torch.ones_like(m), m)
+    return m, m.reciprocal()
+
+
+def quantize_e4m3fn(weight: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    """clamp(weight * m, -448, 448) rounded to nearest even into float8_e4m3fn; float32 throughout.
+
+    :param weight: bf16, fp16 or fp32, finite
+    :param m: float32, broadcasts against `weight`
+    """
+    scaled = weight.to(torch.float32) * m
+    return scaled.clamp_(min=-E4M3FN_MAX, max=E4M3FN_MAX).to(torch.float8_e4m3fn)
+
+
+def has_nan(weight: torch.Tensor) -> bool:
+    """Whether a float8_e4m3fn or float8_e4m3fnuz tensor holds a NaN code."""
+    codes = weight.view(torch.uint8)
+    if weight.dtype is torch.float8_e4m3fnuz:
+        return bool((codes == 0x80).any())
+    return bool(((codes & 0x7F) == 0x7F).any())
+
+
+def fn_to_fnuz(weight: torch.Tensor, scale: torch.Tensor, name: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:
+    """The same numbers in float8_e4m3fnuz: bytes reinterpreted, -0 (0x80, NaN in fnuz) made 0, scale doubled.
+
+    :param weight: float8_e4m3fn, any shape and strides
+    :param scale: float32
+    :raises CheckpointError: if a NaN code (0x7f, 0xff) is present: reinterpreted it would read +-240
+    """
+    if has_nan(weight):
+        raise CheckpointError(
+            name,
+            found="a NaN code (0x7f or 0xff) in float8_e4m3fn",
+            wanted="finite weights",
+            remedy="the checkpoint is damaged: download this shard again",
+        )
+    codes = weight.view(torch.uint8)
+    return codes.masked_fill(codes == 0x80, 0).view(torch.float8_e4m3fnuz), scale * 2.0
