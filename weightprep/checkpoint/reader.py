@@ -1,16 +1,75 @@
-"""Reads one tensor by its byte range: no memory map, whose pages the process would be charged for, and no pickle."""
+"""Finds a module's tensors and reads them by byte range: no memory map, whose pages the process is charged for, no pickle."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from weightprep.checkpoint.json_file import open_regular, unreadable
 from weightprep.checkpoint.repository import TensorRef
 from weightprep.errors import CheckpointError
+from weightprep.formats.encoding import FOREIGN_SUFFIXES, SCALE_SUFFIXES, WEIGHT_SUFFIXES, EncodedShape, classify
 
-__all__ = ["read_tensor"]
+__all__ = ["SourceModule", "find_module", "read_tensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceModule:
+    """One linear layer as it is stored.
+
+    :param module: its name, without the suffix of a tensor
+    :param scale: None for an unquantized weight; it may be in another shard than the weight
+    """
+
+    module: str
+    encoded: EncodedShape
+    weight: TensorRef
+    scale: TensorRef | None
+
+
+def find_module(
+    tensors: Mapping[str, TensorRef], module: str, *, block_hint: tuple[int, int] | None = None
+) -> SourceModule | None:
+    """The stored weight and scale of `module`, whatever names they go by; None where the checkpoint has no such weight.
+
+    :param block_hint: `weight_block_size` of the checkpoint's config
+    :raises CheckpointError: two weights, two scales, a scale alone, or an encoding that cannot be dequantized
+    """
+    weight = _only(tensors, module, (*WEIGHT_SUFFIXES, *FOREIGN_SUFFIXES))
+    scale = _only(tensors, module, SCALE_SUFFIXES)
+    if weight is None:
+        if scale is not None:
+            raise CheckpointError(
+                scale.name,
+                found="a scale without a weight",
+                wanted=f"{module}{WEIGHT_SUFFIXES[0]} in some shard",
+                remedy="the checkpoint is incomplete: download it again",
+            )
+        return None
+    encoded = classify(
+        weight.name,
+        weight.dtype,
+        weight.shape,
+        scale.dtype if scale else None,
+        scale.shape if scale else None,
+        block_hint,
+    )
+    return SourceModule(module, encoded, weight, scale)
+
+
+def _only(tensors: Mapping[str, TensorRef], module: str, suffixes: tuple[str, ...]) -> TensorRef | None:
+    found = [tensors[module + suffix] for suffix in suffixes if module + suffix in tensors]
+    if len(found) > 1:
+        raise CheckpointError(
+            module,
+            found=f"both {found[0].name} and {found[1].name}",
+            wanted="one weight and at most one scale",
+            remedy="the checkpoint holds two versions of this layer: remove the stale one, or download it again",
+        )
+    return found[0] if found else None
 
 
 def read_tensor(ref: TensorRef) -> torch.Tensor:
