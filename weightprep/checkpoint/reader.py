@@ -1,4 +1,4 @@
-"""Finds a module's tensors and reads them by byte range: no memory map, whose pages the process is charged for, no pickle."""
+"""Finds a module's tensors and reads them by byte range: no memory map, whose pages count as ours, and no pickle."""
 
 from __future__ import annotations
 
