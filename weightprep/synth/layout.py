@@ -1,0 +1,132 @@
+"""The tensors of an architecture as tables: names and shapes are data, and one loop writes every model.
+
+A shape is a row of names. A name stands for a key of config.json, or for one of the derived sizes in `sizes`, which
+are the same for every MLA model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["Architecture", "Kind", "LayerKind", "Row", "Tensor", "sizes", "tensors"]
+
+
+class Kind(str, Enum):
+    """What a tensor is, as far as quantization schemes tell tensors apart."""
+
+    ATTENTION = "attention"
+    MLP = "mlp"
+    EXPERT = "expert"
+    KEPT = "kept"
+    NORM = "norm"
+    FLOAT32 = "float32"
+
+
+class LayerKind(str, Enum):
+    """What a layer has: the rows of a table that apply to it."""
+
+    ALL = "all"
+    DENSE = "dense"
+    SPARSE = "sparse"
+    INDEXED = "indexed"
+    NEXTN = "nextn"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One tensor of a layer; a name with `{e}` stands for one of each expert.
+
+    :param name: relative to the layer, suffix included
+    :param excluded_as: the name under which published exclude lists mention it, where that is not its module name
+    """
+
+    name: str
+    shape: tuple[str, ...]
+    kind: Kind
+    layers: LayerKind = LayerKind.ALL
+    excluded_as: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of the model to write.
+
+    :param name: full name
+    :param excluded_as: the entry that an exclude list would have for it
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind
+    excluded_as: str
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A model family.
+
+    :param config: keys of the published config.json that describe the model itself, sizes of the published model
+        included
+    :param small: sizes of a model that runs on a CPU; heads and rank keep what the family's kernels depend on
+    :param full: the published sizes of the attention
+    :param layer_prefix: of a layer, with `{i}`
+    :param rows: tensors of a layer
+    :param top: tensors outside the layers, full names
+    :param wrapper: config.json of a wrapper model, whose `text_config` the model's own becomes
+    :param fp8_lists_kept: whether its fp8 checkpoints list the modules that they keep
+    """
+
+    name: str
+    config: Mapping[str, object]
+    small: Mapping[str, int]
+    full: Mapping[str, int]
+    layer_prefix: str
+    rows: tuple[Row, ...]
+    top: tuple[Row, ...]
+    wrapper: Mapping[str, object] | None = None
+    fp8_lists_kept: bool = True
+
+
+def sizes(config: Mapping[str, object]) -> dict[str, int]:
+    """Every size that a row may name: the integers of `config` and what follows from them."""
+    known = {key: value for key, value in config.items() if type(value) is int}
+    heads, nope, rope = known["num_attention_heads"], known.get("qk_nope_head_dim", 0), known["qk_rope_head_dim"]
+    value = known.get("v_head_dim", 0)
+    known["q_rows"] = heads * (nope + rope)
+    known["kv_b_rows"] = heads * (nope + value)
+    known["kv_a_rows"] = known.get("kv_lora_rank", 0) + rope
+    known["o_columns"] = heads * value
+    known["index_rows"] = known.get("index_n_heads", 0) * known.get("index_head_dim", 0)
+    known["shared_rows"] = known.get("n_shared_experts", 0) * known.get("moe_intermediate_size", 0)
+    known["two_hidden"] = 2 * known["hidden_size"]
+    return known
+
+
+def tensors(architecture: Architecture, config: Mapping[str, object]) -> Iterator[Tensor]:
+    """Every tensor of a model with this config, top level first, then layer by layer with NextN last."""
+    known = sizes(config)
+    for row in architecture.top:
+        yield _tensor(row, "", known)
+    decoder = known["num_hidden_layers"]
+    indexers = config.get("indexer_types")
+    for i in range(decoder + known.get("num_nextn_predict_layers", 0)):
+        nextn = i >= decoder
+        has = {LayerKind.ALL, LayerKind.DENSE if i < known.get("first_k_dense_replace", 0) else LayerKind.SPARSE}
+        if nextn:
+            has |= {LayerKind.NEXTN, LayerKind.SPARSE}
+        if nextn or not isinstance(indexers, list) or indexers[i] == "full":
+            has.add(LayerKind.INDEXED)
+        prefix = architecture.layer_prefix.format(i=i)
+        for row in architecture.rows:
+            if row.layers in has:
+                count = known["n_routed_experts"] if "{e}" in row.name else 1
+                for e in range(count):
+                    yield _tensor(row, prefix, known, e)
+
+
+def _tensor(row: Row, prefix: str, known: Mapping[str, int], expert: int = 0) -> Tensor:
+    name = prefix + row.name.format(e=expert)
+    excluded_as = prefix + row.excluded_as if row.excluded_as else name.removesuffix(".weight")
+    return Tensor(name, tuple(known[size] for size in row.shape), row.kind, excluded_as)

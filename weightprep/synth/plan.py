@@ -1,0 +1,133 @@
+"""Decides everything about a synthetic checkpoint before a weight exists: its config, its tensors, and which shard
+gets which.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from weightprep.checkpoint.dtypes import DTYPES
+from weightprep.checkpoint.header import TensorInfo
+from weightprep.errors import RecipeError
+from weightprep.synth.encode import Scheme, Stored, stored_as
+from weightprep.synth.layout import Architecture, Tensor, sizes, tensors
+from weightprep.synth.schemes import CheckpointEncoding
+
+__all__ = ["PlacedTensor", "make_config", "place_tensors"]
+
+# Growing by experts first makes more of them, then larger ones, up to the published 256 of 2048.
+_EXPERT_SIZES = (256, 512, 1024, 2048)
+_MAX_EXPERTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTensor:
+    """A tensor of the model, the entries that it becomes, and the shard number of each.
+
+    :param scale: None where the scheme has none
+    """
+
+    tensor: Tensor
+    scheme: Scheme
+    weight: TensorInfo
+    weight_shard: int
+    scale: TensorInfo | None
+    scale_shard: int
+
+
+def make_config(
+    architecture: Architecture,
+    encoding: CheckpointEncoding,
+    *,
+    layers: int,
+    full_dims: bool,
+    size: int | None,
+    overrides: Mapping[str, object],
+) -> dict[str, object]:
+    """The model's part of config.json.
+
+    :param size: bytes that the weights reach at least, by routed experts
+    :param overrides: keys that replace the architecture's
+    :raises RecipeError: the architecture has no experts to grow by
+    """
+    config = {**architecture.config, **architecture.small, **(architecture.full if full_dims else {})}
+    config["num_hidden_layers"] = layers
+    # One dense layer is enough to have both kinds.
+    config["first_k_dense_replace"] = 1
+    if "indexer_types" in config:
+        # The published rule of GLM-5.2: layers 0, 1, 2, 6, 10, ... have an indexer of their own.
+        known = sizes(config)
+        freq, offset = known["index_topk_freq"], known["index_skip_topk_offset"]
+        config["indexer_types"] = ["shared" if max(i - offset + 1, 0) % freq else "full" for i in range(layers)]
+    config.update(overrides)
+    return config if size is None else _grow(architecture, encoding, config, size, overrides)
+
+
+def _grow(
+    architecture: Architecture,
+    encoding: CheckpointEncoding,
+    config: dict[str, object],
+    size: int,
+    overrides: Mapping[str, object],
+) -> dict[str, object]:
+    known = sizes(config)
+    step, first = known.get("n_group", 1), known["n_routed_experts"]
+    candidates = [known["moe_intermediate_size"]] if "moe_intermediate_size" in overrides else _EXPERT_SIZES
+    grown = config
+    for expert_size in candidates:
+        grown = {**config, "moe_intermediate_size": expert_size}
+        now = _weight_bytes(architecture, encoding, grown)
+        grow_by = _weight_bytes(architecture, encoding, {**grown, "n_routed_experts": first + step}) - now
+        if grow_by == 0:
+            raise RecipeError(
+                "synth",
+                found=f"{architecture.name} with {known['num_hidden_layers']} layers, none of which has experts",
+                wanted="a layer with experts to grow by",
+                remedy="raise --layers",
+            )
+        experts = first + step * max(0, -(-(size - now) // grow_by))
+        grown["n_routed_experts"] = experts
+        if experts <= _MAX_EXPERTS:
+            break
+    return grown
+
+
+def _weight_bytes(architecture: Architecture, encoding: CheckpointEncoding, config: Mapping[str, object]) -> int:
+    return sum(
+        _nbytes(stored)
+        for tensor in tensors(architecture, config)
+        for stored in stored_as(encoding.scheme(tensor.kind), tensor.shape)
+        if stored is not None
+    )
+
+
+def _nbytes(stored: Stored) -> int:
+    return math.prod(stored.shape) * DTYPES[stored.dtype].bits // 8
+
+
+def place_tensors(model: Iterable[Tensor], encoding: CheckpointEncoding, shards: int) -> list[PlacedTensor]:
+    """Spread the model over `shards` files of about equal size, in order; a scale goes to the shard after its
+    weight's.
+    """
+    forms = [(tensor, encoding.scheme(tensor.kind)) for tensor in model]
+    stored = [stored_as(scheme, tensor.shape) for tensor, scheme in forms]
+    total = sum(_nbytes(weight) for weight, _ in stored)
+    placed = []
+    done = 0
+    for (tensor, scheme), (weight, scale) in zip(forms, stored, strict=True):
+        shard = min(done * shards // max(total, 1), shards - 1)
+        done += _nbytes(weight)
+        scale_name = tensor.name.removesuffix(".weight") + scheme.scale_suffix
+        placed.append(
+            PlacedTensor(
+                tensor,
+                scheme,
+                TensorInfo(tensor.name, weight.dtype, weight.shape, 0, _nbytes(weight)),
+                shard,
+                TensorInfo(scale_name, scale.dtype, scale.shape, 0, _nbytes(scale)) if scale else None,
+                (shard + 1) % shards,
+            )
+        )
+    return placed
