@@ -22,7 +22,7 @@ from weightprep.checkpoint.json_file import open_regular, unreadable
 from weightprep.checkpoint.repository import TensorRef
 from weightprep.errors import CheckpointError
 
-__all__ = ["ShardWriter", "describe", "fsync_directory"]
+__all__ = ["ShardWriter", "as_bytes", "describe", "fsync_directory"]
 
 _Run = tuple[list[TensorRef], int, int]
 
@@ -39,6 +39,13 @@ def describe(name: str, dtype: torch.dtype, shape: Sequence[int], *, as_dtype: s
         nbytes *= size
     logical = (*shape[:-1], shape[-1] * 2) if element.name == "F4" else tuple(shape)
     return TensorInfo(name, element.name, logical, 0, nbytes)
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, in place: the view is valid only as long as the tensor is."""
+    # Not through numpy: it has no bfloat16 and torch does not depend on it.
+    raw = (ctypes.c_ubyte * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+    return memoryview(raw).cast("B")
 
 
 def fsync_directory(path: Path) -> None:
@@ -84,7 +91,11 @@ class ShardWriter:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise unreadable(path, error) from None
-        self._pwrite(memoryview(header), 0)
+        try:
+            self._pwrite(memoryview(header), 0)
+        except CheckpointError:
+            self.close()
+            raise
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -119,6 +130,8 @@ class ShardWriter:
                     methods=self._methods,
                     on_bytes=self._on_bytes,
                 )
+            except OSError as error:
+                raise self._failed(error) from error
             except EOFError as error:
                 raise CheckpointError(
                     first.path,
@@ -140,9 +153,7 @@ class ShardWriter:
             raise self._refuse(f"{tuple(tensor.shape)} of {tensor.dtype} for {name!r}", f"{info.dtype} of {info.shape}")
         if info.nbytes:
             data = tensor.detach().cpu().contiguous()
-            # Not through numpy: it has no bfloat16 and torch does not depend on it.
-            raw = (ctypes.c_ubyte * info.nbytes).from_address(data.data_ptr())
-            self._pwrite(memoryview(raw).cast("B"), self._data_start + info.begin)
+            self._pwrite(as_bytes(data), self._data_start + info.begin)
             if self._on_bytes is not None:
                 self._on_bytes(info.nbytes)
         self._missing.discard(name)
@@ -156,7 +167,10 @@ class ShardWriter:
             raise self._refuse(
                 f"{len(self._missing)} tensor(s) not written, {min(self._missing)!r} first", "all of them"
             )
-        os.fsync(self._fd)
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise self._failed(error) from error
         self.close()
 
     def _runs(self, refs: Iterable[TensorRef]) -> Iterable[_Run]:
@@ -191,8 +205,19 @@ class ShardWriter:
 
     def _pwrite(self, data: memoryview, offset: int) -> None:
         done = 0
-        while done < len(data):
-            done += os.pwrite(self._fd, data[done:], offset + done)
+        try:
+            while done < len(data):
+                done += os.pwrite(self._fd, data[done:], offset + done)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            self.path,
+            found=error.strerror or type(error).__name__,
+            wanted="a shard written to the disk",
+            remedy="check the disk and its free space, then run the command again",
+        )
 
     def _refuse(self, found: str, wanted: str) -> CheckpointError:
         return CheckpointError(
