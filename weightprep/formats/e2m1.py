@@ -1,0 +1,45 @@
+"""The 4-bit element of MXFP4: one sign, two exponent and one mantissa bit; no infinity, no NaN.
+
+Codes 0..7 are 0, .5, 1, 1.5, 2, 3, 4, 6 and 8..15 their negatives (8 is -0). Two codes share a byte, the lower nibble holding
+the even column.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["E2M1_MAX", "E2M1_MAX_EXPONENT", "E2M1_VALUES", "decode_e2m1", "encode_e2m1", "pack_nibbles"]
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+E2M1_MAX = 6.0
+# exponent of the largest power of two
+E2M1_MAX_EXPONENT = 2
+
+# Halfway points between neighbouring magnitudes. A tie goes to the even code: 0.25 down to 0, 0.75 up to 1, and so on, so
+# codes change just above the first, third, ... midpoint and at the second, fourth, ...
+_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+
+def decode_e2m1(packed: torch.Tensor) -> torch.Tensor:
+    """float32 values [..., 2n] of packed codes [..., n] (uint8, int8 or float4_e2m1fn_x2)."""
+    codes = packed.view(torch.uint8).to(torch.int32)
+    values = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=packed.device)
+    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=-1)
+    return pairs[codes].flatten(-2)
+
+
+def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """uint8 codes (not packed) of float32 values, rounded to nearest with ties to even and saturated at +-6.
+
+    :param values: float32, finite, any shape
+    """
+    magnitude = values.abs()
+    codes = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
+    for index, midpoint in enumerate(_MIDPOINTS):
+        codes += (magnitude > midpoint) if index % 2 == 0 else (magnitude >= midpoint)
+    return codes | (torch.signbit(values).to(torch.uint8) << 3)
+
+
+def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Two codes a byte along the last dimension [..., 2n] -> [..., n], the even column in the lower nibble."""
+    return codes[..., ::2] | (codes[..., 1::2] << 4)
