@@ -1,0 +1,18 @@
+"""What is asked: recipes in YAML, their parts as strict models, and the plan that a recipe makes for one model."""
+
+from weightprep.recipe.load import find_recipe, list_recipes, load_recipe, recipe_directories
+from weightprep.recipe.plan import ModelPlan, ModulePlan
+from weightprep.recipe.recipe import Recipe
+from weightprep.recipe.resolve import PrecisionChoice, resolve
+
+__all__ = [
+    "ModelPlan",
+    "ModulePlan",
+    "PrecisionChoice",
+    "Recipe",
+    "find_recipe",
+    "list_recipes",
+    "load_recipe",
+    "recipe_directories",
+    "resolve",
+]

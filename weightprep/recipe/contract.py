@@ -1,0 +1,26 @@
+"""The part of a recipe that describes the tensors a kernel path takes, with shapes as expressions over the model's dims."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from weightprep.recipe.base import RecipePart
+
+__all__ = ["ContractPart", "TensorPart"]
+
+ContractDtype = Literal["float8_e4m3fn", "bfloat16", "float16", "float32", "uint8"]
+
+
+class TensorPart(RecipePart):
+    """One tensor of a contract."""
+
+    dtype: ContractDtype = Field(description="float8_e4m3fn stands for float8_e4m3fnuz on gfx942")
+    shape: tuple[str | int, ...]
+    strides: tuple[str | int, ...] | None = Field(default=None, description="in elements; left out where any will do")
+    finite: bool = False
+    positive: bool = False
+
+
+ContractPart = dict[str, TensorPart]

@@ -1,0 +1,119 @@
+"""Finding recipes by name, file or architecture, and parsing them.
+
+Shipped recipes lie in weightprep/configs of an installed wheel, and in configs/ at the root of a checkout. A user's own directory
+comes first, named by the environment variable WEIGHTPREP_RECIPES.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import yaml
+from pydantic import ValidationError
+
+from weightprep.errors import RecipeError
+from weightprep.recipe.check import check_recipe
+from weightprep.recipe.recipe import Recipe
+
+__all__ = ["find_recipe", "list_recipes", "load_recipe", "recipe_directories"]
+
+USER_DIRECTORY = "WEIGHTPREP_RECIPES"
+_MAX_BYTES = 1 << 20
+
+
+def recipe_directories() -> tuple[Path, ...]:
+    """Existing directories in which recipes are looked up, first match first."""
+    package = Path(__file__).resolve().parent.parent
+    user = os.environ.get(USER_DIRECTORY)
+    candidates = [*([Path(user)] if user else []), package / "configs", package.parent / "configs"]
+    return tuple(directory for directory in candidates if directory.is_dir())
+
+
+def list_recipes() -> tuple[Recipe, ...]:
+    """Every recipe that can be found, ordered by name; a user's recipe hides a shipped one of the same name."""
+    return tuple(_parse(path) for _, path in sorted(_files().items()))
+
+
+def load_recipe(name_or_path: str | Path) -> Recipe:
+    """The recipe of this name, or the one in this file.
+
+    :raises RecipeError: no such recipe or file, malformed YAML, unknown key, wrong version, steps that do not compose
+    """
+    path = Path(name_or_path)
+    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
+        return _parse(path)
+    files = _files()
+    if str(name_or_path) not in files:
+        raise RecipeError(
+            f"recipe {name_or_path}",
+            found="no recipe of this name",
+            wanted=f"one of {', '.join(sorted(files))}, or a path to a .yaml file",
+            remedy="run `weightprep recipes list`",
+        )
+    return _parse(files[str(name_or_path)])
+
+
+def find_recipe(architecture: str, model_type: str | None = None) -> Recipe:
+    """The recipe for an entry of config.json's `architectures`.
+
+    :param model_type: config.json's `model_type`; decides where two recipes name the same architecture
+    :raises RecipeError: if no recipe names it
+    """
+    recipes = [recipe for recipe in list_recipes() if architecture in recipe.architectures and not recipe.by_name_only]
+    recipes.sort(key=lambda recipe: (model_type not in recipe.model_types, bool(recipe.model_types), recipe.name))
+    if not recipes:
+        known = sorted({name for recipe in list_recipes() for name in recipe.architectures})
+        raise RecipeError(
+            f"architecture {architecture}",
+            found="no recipe for it",
+            wanted=f"one of {', '.join(known)}",
+            remedy="write a recipe (docs/recipes.md) and pass it as --recipe FILE",
+        )
+    return recipes[0]
+
+
+def _files() -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for directory in recipe_directories():
+        for path in sorted(directory.glob("*.yaml")):
+            files.setdefault(path.stem, path)
+    return files
+
+
+def _parse(path: Path) -> Recipe:
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise RecipeError(path, found="a file of more than 1 MiB", wanted="a recipe", remedy="check the path")
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise RecipeError(
+            path, found=str(error), wanted="a YAML file", remedy="check the path and the syntax"
+        ) from None
+    if not isinstance(document, dict):
+        raise RecipeError(path, found=type(document).__name__, wanted="a mapping", remedy="see docs/recipes.md")
+    try:
+        recipe = Recipe.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"] if part != "pipeline")
+        raise RecipeError(
+            f"{path}: {key or 'top level'}",
+            found=f"{_shorten(first.get('input'))}: {first['msg']}",
+            wanted="what docs/recipes.md describes",
+            remedy="correct the key; `weightprep recipes schema` prints what is allowed",
+        ) from None
+    if path.stem != recipe.name:
+        raise RecipeError(
+            f"{path}: name",
+            found=recipe.name,
+            wanted=f"{path.stem}, the file's name",
+            remedy="rename the file or the recipe",
+        )
+    check_recipe(recipe, str(path))
+    return recipe
+
+
+def _shorten(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
