@@ -1,7 +1,7 @@
 """The form that a kernel path needs a tensor to have, as data that can be checked against a real tensor.
 
-Strides are part of it: the batched fp8 kernels read B with the contraction axis contiguous, and a tensor of the right shape and
-dtype in the other order is slower or wrong without an error.
+Strides are part of it: the batched fp8 kernels read B with the contraction axis contiguous, and a tensor of the right
+shape and dtype in the other order is slower or wrong without an error.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class TensorSpec:
         return replace(self, dtype=e4m3_dtype(target)) if self.dtype is torch.float8_e4m3fn else self
 
     def check(self, tensor: torch.Tensor, where: Place) -> list[Violation]:
-        """Every way in which `tensor` differs from this spec; values are looked at only if dtype and shape are right."""
+        """Every way in which `tensor` differs from this spec; values are looked at only if dtype and shape are
+        right.
+        """
         faults: list[tuple[str, str]] = []
         if tensor.dtype is not self.dtype:
             faults.append((f"dtype is {_dtype(tensor.dtype)}", _dtype(self.dtype)))

@@ -1,7 +1,7 @@
 """What a broken contract says, and how all of a model's violations are raised at once.
 
-A gate that misses raises nothing at run time, so its report has to carry everything that a reader needs: which tensor of which
-layer, what it is, what the kernel path compares with, what runs instead, why, and what to do.
+A gate that misses raises nothing at run time, so its report has to carry everything that a reader needs: which tensor
+of which layer, what it is, what the kernel path compares with, what runs instead, why, and what to do.
 """
 
 from __future__ import annotations

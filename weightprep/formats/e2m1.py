@@ -1,7 +1,7 @@
 """The 4-bit element of MXFP4: one sign, two exponent and one mantissa bit; no infinity, no NaN.
 
-Codes 0..7 are 0, .5, 1, 1.5, 2, 3, 4, 6 and 8..15 their negatives (8 is -0). Two codes share a byte, the lower nibble holding
-the even column.
+Codes 0..7 are 0, .5, 1, 1.5, 2, 3, 4, 6 and 8..15 their negatives (8 is -0). Two codes share a byte, the lower nibble
+holding the even column.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ E2M1_MAX = 6.0
 # exponent of the largest power of two
 E2M1_MAX_EXPONENT = 2
 
-# Halfway points between neighbouring magnitudes. A tie goes to the even code: 0.25 down to 0, 0.75 up to 1, and so on, so
-# codes change just above the first, third, ... midpoint and at the second, fourth, ...
+# Halfway points between neighbouring magnitudes. A tie goes to the even code: 0.25 down to 0, 0.75 up to 1, and so on,
+# so codes change just above the first, third, ... midpoint and at the second, fourth, ...
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 

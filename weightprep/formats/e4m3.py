@@ -1,8 +1,8 @@
 """The two 8-bit formats with 4 exponent and 3 mantissa bits, and the exact step from one to the other.
 
 float8_e4m3fn (OCP: bias 7, largest 448, NaN 0x7f and 0xff) is what files hold and what gfx950 and CUDA compute with;
-float8_e4m3fnuz (bias 8, largest 240, one NaN 0x80, no negative zero) is what gfx942 computes with. The same byte means half
-the value in fnuz, except 0x7f, 0x80 and 0xff.
+float8_e4m3fnuz (bias 8, largest 240, one NaN 0x80, no negative zero) is what gfx942 computes with. The same byte means
+half the value in fnuz, except 0x7f, 0x80 and 0xff.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def quantization_multiplier(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     """Multiplier m and scale of the per-amax quantization q = clamp(w * m), w ~ q * scale.
 
     m = 448 * (1 / amax) and scale = 1 / m, each operation rounded to float32. The two roundings of m are those of
-    `448 / amax` in torch, where a Python number divided by a tensor is reciprocal times number; a true division differs by one
-    unit in the last place for about a quarter of all amax, and then bytes differ from sglang's input_to_float8.
+    `448 / amax` in torch, where a Python number divided by a tensor is reciprocal times number; a true division differs
+    by one unit in the last place for about a quarter of all amax, and then bytes differ from sglang's input_to_float8.
     An amax of zero gives m = scale = 1.
 
     :param amax: float32, any shape, finite

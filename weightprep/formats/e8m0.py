@@ -1,7 +1,7 @@
 """The scale format of the OCP microscaling types: eight exponent bits, nothing else.
 
-A byte b is 2^(b - 127); b = 0 is 2^-127, not zero; b = 255 is NaN. Shifting the byte into a float32 exponent gets both ends
-wrong (0 becomes 0.0, 255 becomes infinity), and comparing the decoded value instead of the byte makes NaN of 2^1.
+A byte b is 2^(b - 127); b = 0 is 2^-127, not zero; b = 255 is NaN. Shifting the byte into a float32 exponent gets both
+ends wrong (0 becomes 0.0, 255 becomes infinity), and comparing the decoded value instead of the byte makes NaN of 2^1.
 """
 
 from __future__ import annotations

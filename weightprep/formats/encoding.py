@@ -1,8 +1,8 @@
 """How one tensor of a checkpoint is stored, decided from its name, dtypes and shapes.
 
-The global `quantization_config` of a checkpoint does not say how a given tensor is stored: bf16 projections stand inside fp8
-checkpoints, fp8 ones inside MXFP4 checkpoints, and scales go by several names. So the decision is taken per tensor, here and
-nowhere else, and a tensor that fits no known encoding is refused by name.
+The global `quantization_config` of a checkpoint does not say how a given tensor is stored: bf16 projections stand
+inside fp8 checkpoints, fp8 ones inside MXFP4 checkpoints, and scales go by several names. So the decision is taken per
+tensor, here and nowhere else, and a tensor that fits no known encoding is refused by name.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class Encoding(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class RowSlice:
-    """Rows of a stored tensor: how the slice is encoded, and which rows of the scale belong to it (none: all of the scale)."""
+    """Rows of a stored tensor: how the slice is encoded, and which rows of the scale belong to it (none: all of the
+    scale).
+    """
 
     encoded: EncodedShape
     scale_rows: tuple[int, int] | None
@@ -70,9 +72,9 @@ class EncodedShape:
     """Encoding and logical shape [rows, cols] of a weight, independent of how many elements a byte holds.
 
     :param block: rows and columns that share one scale, for the block encodings; edge blocks may be partial
-    :param row_offset: first row of this tensor inside the tensor that was quantized. Only its remainder modulo the block's rows
-        matters: a tensor parallel rank may start in the middle of a block (448 rows per head are 3.5 blocks of 128). The scale
-        then starts with the block that holds the first row.
+    :param row_offset: first row of this tensor inside the tensor that was quantized. Only its remainder modulo the
+        block's rows matters: a tensor parallel rank may start in the middle of a block (448 rows per head are 3.5
+        blocks of 128). The scale then starts with the block that holds the first row.
     """
 
     encoding: Encoding
@@ -83,7 +85,9 @@ class EncodedShape:
 
     @property
     def scale_shape(self) -> tuple[int, ...] | None:
-        """Shape that the scale must have; channel and tensor scales may carry one further dimension of 1. None without a scale."""
+        """Shape that the scale must have; channel and tensor scales may carry one further dimension of 1. None without
+        a scale.
+        """
         if self.block is not None:
             phase = self.row_offset % self.block[0]
             return (_ceil_div(phase + self.rows, self.block[0]), _ceil_div(self.cols, self.block[1]))

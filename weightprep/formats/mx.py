@@ -1,9 +1,9 @@
 """MXFP4: groups of 32 e2m1 elements under one e8m0 scale, and the rules by which a group's scale is chosen.
 
-The rules differ in how the group's largest magnitude amax becomes a power of two. `even` is the rule of AMD Quark and of aiter's
-dynamic_mxfp4_quant (they are the same), `floor` that of the OCP specification, `ceil` that of Quark's option of this name, and
-`rceil` the smallest scale under which nothing saturates. The scale is rounded first and elements are quantized with the
-rounded one.
+The rules differ in how the group's largest magnitude amax becomes a power of two. `even` is the rule of AMD Quark and
+of aiter's dynamic_mxfp4_quant (they are the same), `floor` that of the OCP specification, `ceil` that of Quark's option
+of this name, and `rceil` the smallest scale under which nothing saturates. The scale is rounded first and elements are
+quantized with the rounded one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def quantize_mxfp4(values: torch.Tensor, rule: ScaleRule = "even") -> tuple[torc
     :param values: bf16, fp16 or fp32 [..., K] with K a multiple of 32, finite
     :return: packed uint8 [..., K/2] and scales uint8 (e8m0) [..., K/32]
     """
-    groups = values.to(torch.float32).unflatten(-1, (-1, MX_GROUP))
+    groups = torch.unflatten(values.to(torch.float32), -1, (-1, MX_GROUP))
     exponent = group_exponent(groups.abs().amax(dim=-1), rule)
     # multiplying by 2^-e is exact, and 2^127 * a subnormal is where it matters
     scaled = groups * decode_e8m0(encode_e8m0(-exponent)).unsqueeze(-1)
@@ -63,5 +63,5 @@ def quantize_mxfp4(values: torch.Tensor, rule: ScaleRule = "even") -> tuple[torc
 
 def dequantize_mxfp4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """float32 [..., K] of packed uint8 [..., K/2] and e8m0 scales [..., K/32]."""
-    groups = decode_e2m1(packed).unflatten(-1, (-1, MX_GROUP))
+    groups = torch.unflatten(decode_e2m1(packed), -1, (-1, MX_GROUP))
     return (groups * decode_e8m0(scale).unsqueeze(-1)).flatten(-2)

@@ -1,4 +1,6 @@
-"""What can be wrong with a recipe before any weight is read: dangling names, and steps that cannot follow one another."""
+"""What can be wrong with a recipe before any weight is read: dangling names, and steps that cannot follow one
+another.
+"""
 
 from __future__ import annotations
 

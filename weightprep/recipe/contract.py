@@ -1,4 +1,6 @@
-"""The part of a recipe that describes the tensors a kernel path takes, with shapes as expressions over the model's dims."""
+"""The part of a recipe that describes the tensors a kernel path takes, with shapes as expressions over the model's
+dims.
+"""
 
 from __future__ import annotations
 

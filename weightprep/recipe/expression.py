@@ -1,7 +1,7 @@
 """Arithmetic over a model's dims, for counts and shapes in recipes: names, integers and + - * //, nothing else.
 
-Recipes come from files that a user may have been given, so there is no eval; Python's own parser gives the tree, and only the nodes
-listed here are computed.
+Recipes come from files that a user may have been given, so there is no eval; Python's own parser gives the tree, and
+only the nodes listed here are computed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Finding recipes by name, file or architecture, and parsing them.
 
-Shipped recipes lie in weightprep/configs of an installed wheel, and in configs/ at the root of a checkout. A user's own directory
-comes first, named by the environment variable WEIGHTPREP_RECIPES.
+Shipped recipes lie in weightprep/configs of an installed wheel, and in configs/ at the root of a checkout. A user's own
+directory comes first, named by the environment variable WEIGHTPREP_RECIPES.
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import yaml
 from pydantic import ValidationError
 
 from weightprep.errors import RecipeError
 from weightprep.recipe.check import check_recipe
 from weightprep.recipe.recipe import Recipe
+from weightprep.recipe.yaml_file import read_yaml
 
 __all__ = ["find_recipe", "list_recipes", "load_recipe", "recipe_directories"]
 
 USER_DIRECTORY = "WEIGHTPREP_RECIPES"
-_MAX_BYTES = 1 << 20
 
 
 def recipe_directories() -> tuple[Path, ...]:
@@ -82,16 +81,7 @@ def _files() -> dict[str, Path]:
 
 
 def _parse(path: Path) -> Recipe:
-    try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise RecipeError(path, found="a file of more than 1 MiB", wanted="a recipe", remedy="check the path")
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise RecipeError(
-            path, found=str(error), wanted="a YAML file", remedy="check the path and the syntax"
-        ) from None
-    if not isinstance(document, dict):
-        raise RecipeError(path, found=type(document).__name__, wanted="a mapping", remedy="see docs/recipes.md")
+    document = read_yaml(path)
     try:
         recipe = Recipe.model_validate(document)
     except ValidationError as error:

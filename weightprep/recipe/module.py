@@ -1,4 +1,6 @@
-"""The part of a recipe that names one kind of weight, the layers in which it stands, and its pipeline for each precision."""
+"""The part of a recipe that names one kind of weight, the layers in which it stands, and its pipeline for each
+precision.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,8 @@ class LayerPart(RecipePart):
 class ModulePart(RecipePart):
     """One kind of weight.
 
-    The keys of a pipeline (`store`, `load`, `passes`, `ensures`, `quality`) belong to `precision`, the default; `alternatives` holds
-    the pipelines of other precisions that may be asked for by name.
+    The keys of a pipeline (`store`, `load`, `passes`, `ensures`, `quality`) belong to `precision`, the default;
+    `alternatives` holds the pipelines of other precisions that may be asked for by name.
     """
 
     source: str = Field(description="name of the module without .weight, with {prefix} for the layer's name")
@@ -72,4 +74,4 @@ class ModulePart(RecipePart):
 
     def pipelines(self) -> dict[str, PipelinePart]:
         """Every pipeline by precision, the default first."""
-        return {self.precision: self.pipeline, **self.alternatives}
+        return {self.precision: self.pipeline, **dict(self.alternatives.items())}

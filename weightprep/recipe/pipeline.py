@@ -1,4 +1,6 @@
-"""The part of a recipe that says what is done to a module's weight for one precision: which steps, to what end, how well."""
+"""The part of a recipe that says what is done to a module's weight for one precision: which steps, to what end, how
+well.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class QualityPart(RecipePart):
 
 
 class PipelinePart(RecipePart):
-    """Steps of one precision. `store` ends in what a checkpoint can hold; `load` needs the rank's rows and the live module."""
+    """Steps of one precision. `store` ends in what a checkpoint can hold; `load` needs the rank's rows and the live
+    module.
+    """
 
     store: tuple[StepPart, ...] = Field(default=(), description="steps whose result is written to a checkpoint")
     load: tuple[StepPart, ...] = Field(default=(), description="steps that follow when a rank has loaded its rows")

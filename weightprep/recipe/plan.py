@@ -1,7 +1,7 @@
 """A recipe applied to one model's config: every module by its name in the checkpoint, with the steps that it takes.
 
-Pure: reads the parsed config.json and nothing else, so the same plan serves the converter, the header-only inspection and the
-engine's loader.
+Pure: reads the parsed config.json and nothing else, so the same plan serves the converter, the header-only inspection
+and the engine's loader.
 """
 
 from __future__ import annotations

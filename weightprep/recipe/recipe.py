@@ -49,6 +49,8 @@ class Recipe(RecipePart):
 
     @property
     def hash(self) -> str:
-        """sha256 of the recipe's content in canonical JSON: the same for files that differ in comments or key order only."""
+        """sha256 of the recipe's content in canonical JSON: the same for files that differ in comments or key order
+        only.
+        """
         content = json.dumps(self.model_dump(mode="json", by_alias=True), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(content.encode()).hexdigest()

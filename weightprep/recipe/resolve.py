@@ -15,8 +15,8 @@ from weightprep.recipe.recipe import Recipe
 
 __all__ = ["NEXTN_GROUP", "PrecisionChoice", "resolve"]
 
-# The group of layers that predicts further tokens. Quantizing it to fp4 has cost deployments every accepted draft, without an
-# error, so it takes mxfp4 only where it is named.
+# The group of layers that predicts further tokens. Quantizing it to fp4 has cost deployments every accepted draft,
+# without an error, so it takes mxfp4 only where it is named.
 NEXTN_GROUP = "nextn"
 PrecisionChoice = str | Mapping[str, str] | None
 
@@ -133,7 +133,7 @@ def _choose(recipe: Recipe, name: str, module: ModulePart, group: str, precision
             f"precision {asked}",
             found="w_kc and w_vc in different precisions",
             wanted=f"one of {', '.join(known)}",
-            remedy="the gate of the V matmul on ROCm reads w_kc's dtype, so a mixed pair is computed wrong without an error",
+            remedy="choose one: ROCm's gate for the V matmul reads w_kc's dtype, so a mixed pair is silently wrong",
         )
     if asked not in known:
         raise RecipeError(

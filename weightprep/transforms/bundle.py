@@ -1,7 +1,8 @@
-"""The tensors of one module on their way from a checkpoint to a kernel, and the form that they have at a point of that way.
+"""The tensors of one module on their way from a checkpoint to a kernel, and the form that they have at a point of that
+way.
 
-Steps exchange bundles, and a recipe is checked by exchanging forms: a form says what a step may be given and what it leaves
-behind, without any tensor.
+Steps exchange bundles, and a recipe is checked by exchanging forms: a form says what a step may be given and what it
+leaves behind, without any tensor.
 """
 
 from __future__ import annotations

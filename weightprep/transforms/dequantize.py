@@ -1,7 +1,8 @@
 """Step `dequantize`: from any stored encoding to numbers.
 
-A quantized weight becomes float32, never bf16, so that what is quantized next is rounded once. The whole tensor is expanded
-before any split: with 448 rows per head (GLM) a 128-row scale block straddles heads and the boundary between k and v.
+A quantized weight becomes float32, never bf16, so that what is quantized next is rounded once. The whole tensor is
+expanded before any split: with 448 rows per head (GLM) a 128-row scale block straddles heads and the boundary between k
+and v.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def dequantize(bundle: Bundle, context: StepContext) -> Bundle:
             remedy="the checkpoint is damaged: download this shard again",
         )
     if encoded.encoding is Encoding.MXFP4:
-        values = decode_e2m1(weight).unflatten(1, (-1, MX_GROUP)).mul_(scale.unsqueeze(-1)).flatten(1)
+        values = torch.unflatten(decode_e2m1(weight), 1, (-1, MX_GROUP)).mul_(scale.unsqueeze(-1)).flatten(1)
     elif encoded.block is not None:
         values = _scale_blocks(weight.to(torch.float32), scale, encoded, encoded.block)
     else:
@@ -63,7 +64,7 @@ def source_scale(bundle: Bundle, name: str) -> torch.Tensor:
     if wanted is None or tuple(scale.squeeze(-1).shape if scale.dim() > len(wanted) else scale.shape) != wanted:
         raise CheckpointError(
             name,
-            found=f"a scale of shape {list(scale.shape)} for {bundle.encoded.rows} rows from row {bundle.encoded.row_offset}",
+            found=f"scale shape {list(scale.shape)} for {bundle.encoded.rows} rows from row {bundle.encoded.row_offset}",
             wanted="no scale" if wanted is None else f"shape {list(wanted)}",
             remedy="give the scale rows that belong to these weight rows",
         )
@@ -86,5 +87,5 @@ def _scale_blocks(
     phase = encoded.row_offset % block[0]
     row_scales = scale.repeat_interleave(block[0], dim=0)[phase : phase + encoded.rows]
     if encoded.cols % block[1] == 0:
-        return values.unflatten(1, (-1, block[1])).mul_(row_scales.unsqueeze(-1)).flatten(1)
+        return torch.unflatten(values, 1, (-1, block[1])).mul_(row_scales.unsqueeze(-1)).flatten(1)
     return values.mul_(row_scales.repeat_interleave(block[1], dim=1)[:, : encoded.cols])

@@ -1,7 +1,8 @@
 """Step `layout`: the memory order in which the batched kernels read the absorbed matrices.
 
-w_kc (heads, nope, rank) and w_vc (heads, rank, v) are the [K, N] operands of two batched matmuls. `nk_contiguous` stores each
-head as [N, K], so that the axis that the kernel contracts over is contiguous and a transposed view is plainly contiguous.
+w_kc (heads, nope, rank) and w_vc (heads, rank, v) are the [K, N] operands of two batched matmuls. `nk_contiguous`
+stores each head as [N, K], so that the axis that the kernel contracts over is contiguous and a transposed view is
+plainly contiguous.
 """
 
 from __future__ import annotations

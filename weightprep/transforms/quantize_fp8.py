@@ -1,8 +1,8 @@
 """Step `quantize_fp8`: to float8_e4m3fn with float32 scales.
 
-Per tensor is what the absorbed MLA kernels read; the amax is that of the whole weight, so that tensor parallel ranks agree on one
-scale and the bytes do not depend on the number of ranks. A source that already is fp8 with one scale, or with one value in every
-entry of a block or channel scale, is that result: it keeps its bytes and its scale.
+Per tensor is what the absorbed MLA kernels read; the amax is that of the whole weight, so that tensor parallel ranks
+agree on one scale and the bytes do not depend on the number of ranks. A source that already is fp8 with one scale, or
+with one value in every entry of a block or channel scale, is that result: it keeps its bytes and its scale.
 """
 
 from __future__ import annotations
@@ -71,9 +71,11 @@ def quantize_fp8(
     format: Literal["e4m3fn"] = "e4m3fn",
     granularity: Granularity = "tensor",
 ) -> Bundle:
-    """Quantize a weight [N, K] to float8_e4m3fn, scale float32: [] per tensor, [N, 1] per channel, [ceil(N/128), ceil(K/128)].
+    """Quantize a weight [N, K] to float8_e4m3fn, scale float32: [] per tensor, [N, 1] per channel, [ceil(N/128),
+    ceil(K/128)].
 
-    m = 448 * (1 / amax), q = clamp(w * m), scale = 1 / m in float32 (sglang's input_to_float8); an amax of 0 gives scale 1.
+    m = 448 * (1 / amax), q = clamp(w * m), scale = 1 / m in float32 (sglang's input_to_float8); an amax of 0 gives
+    scale 1.
 
     :raises CheckpointError: a NaN or an infinity in the weight
     """
@@ -110,4 +112,5 @@ def _block_amax(weight: torch.Tensor) -> torch.Tensor:
     rows, cols = weight.shape
     padding = (0, -cols % _BLOCK[1], 0, -rows % _BLOCK[0])
     padded = torch.nn.functional.pad(weight.abs().to(torch.float32), padding)
-    return padded.unflatten(1, (-1, _BLOCK[1])).unflatten(0, (-1, _BLOCK[0])).amax(dim=(1, 3))
+    blocks = torch.unflatten(torch.unflatten(padded, 1, (-1, _BLOCK[1])), 0, (-1, _BLOCK[0]))
+    return blocks.amax(dim=(1, 3))

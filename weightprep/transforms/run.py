@@ -1,7 +1,8 @@
 """Running a list of steps on one bundle.
 
-Two rules live here so that no step has to know them. A pipeline starts behind the latest step whose result the bundle already
-is, so running it on its own output changes nothing, bit for bit. And what a step declares is asserted around its call.
+Two rules live here so that no step has to know them. A pipeline starts behind the latest step whose result the bundle
+already is, so running it on its own output changes nothing, bit for bit. And what a step declares is asserted around
+its call.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ def run_steps(steps: Sequence[Step], bundle: Bundle, context: StepContext) -> Bu
 def measure_amax(steps: Sequence[Step], bundle: Bundle, context: StepContext) -> torch.Tensor | None:
     """What ranks that hold different rows of one weight must agree on before `run_steps`, or None if nothing.
 
-    :return: float32 [3]: largest magnitude of the weight, largest scale, and minus the smallest scale, to be reduced by elementwise
-        MAX and handed to run_steps as `context.amax`. A bundle with a NaN reports infinity, so that every rank sees the
-        fault after the reduction and none is left waiting. Whether it is None depends on names and dtypes alone, so ranks agree
-        on that without talking.
+    :return: float32 [3]: largest magnitude of the weight, largest scale, and minus the smallest scale, to be reduced by
+        elementwise MAX and handed to run_steps as `context.amax`. A bundle with a NaN reports infinity, so that every
+        rank sees the fault after the reduction and none is left waiting. Whether it is None depends on names and dtypes
+        alone, so ranks agree on that without talking.
     """
     for position, step in enumerate(steps):
         if step.transform.measure is None:

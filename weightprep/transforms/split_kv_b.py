@@ -5,6 +5,8 @@ Rows of kv_b_proj are head-major, and within a head the nope rows of the key com
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from weightprep.errors import CheckpointError
@@ -12,10 +14,15 @@ from weightprep.formats import Encoding
 from weightprep.transforms.bundle import FLOATS, Bundle, Form, StepContext
 from weightprep.transforms.step import transform
 
-__all__ = ["split_kv_b"]
+__all__ = ["kv_b_shape", "split_kv_b"]
 
 # encodings in which rows can be separated without touching a scale
 _SPLITTABLE = FLOATS | {Encoding.FP8_TENSOR}
+
+
+def kv_b_shape(dims: Mapping[str, int]) -> tuple[int, int]:
+    """Rows and columns that kv_b_proj has for `dims`."""
+    return (dims["heads"] * (dims["nope"] + dims["v"]), dims["rank"])
 
 
 @transform(requires=Form(False, _SPLITTABLE), ensures=lambda given: Form(True, given.encodings))
@@ -28,7 +35,7 @@ def split_kv_b(bundle: Bundle, context: StepContext) -> Bundle:
     """
     dims = context.dims
     nope, v, weight = dims["nope"], dims["v"], bundle["weight"]
-    wanted = (dims["heads"] * (nope + v), dims["rank"])
+    wanted = kv_b_shape(dims)
     if tuple(weight.shape) != wanted:
         raise CheckpointError(
             context.name,
@@ -36,7 +43,7 @@ def split_kv_b(bundle: Bundle, context: StepContext) -> Bundle:
             wanted=f"{list(wanted)} for {dims['heads']} heads, nope {nope}, v {v}, rank {dims['rank']}",
             remedy="check config.json against the weights, and the tensor parallel size against the heads",
         )
-    w_kc, w_vc = weight.unflatten(0, (-1, nope + v)).split([nope, v], dim=1)
+    w_kc, w_vc = torch.unflatten(weight, 0, (-1, nope + v)).split([nope, v], dim=1)
     tensors = {"w_kc": w_kc, "w_vc": w_vc.transpose(1, 2)}
     if "scale" in bundle:
         tensors["w_scale"] = bundle["scale"].to(torch.float32).reshape(())

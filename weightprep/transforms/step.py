@@ -1,7 +1,9 @@
-"""What a step is: one pure function over bundles, with its parameters and with what it requires and ensures declared as data.
+"""What a step is: one pure function over bundles, with its parameters and with what it requires and ensures declared as
+data.
 
-A step is written as a function `(bundle, context, *, parameters) -> Bundle` under the `transform` decorator. Its keyword-only
-parameters become a strict pydantic model, so a recipe with an unknown or ill-typed parameter is refused before a weight is read.
+A step is written as a function `(bundle, context, *, parameters) -> Bundle` under the `transform` decorator. Its
+keyword-only parameters become a strict pydantic model, so a recipe with an unknown or ill-typed parameter is refused
+before a weight is read.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class Transform:
     :param ensures: the form of the result: a Form, or a function of the given form and the parameters
     :param already: returns the finished bundle if the given one already is what this step would make, possibly after a
         rewriting that changes no number; else None. Gets (bundle, context, **parameters).
-    :param measure: what ranks must agree on before `apply`, as a float32 tensor to be reduced by elementwise MAX
+    :param measure: what ranks must agree on before `apply`, as a float32 tensor to be reduced by elementwise MAX, or
+        None where they need not; gets what `apply` gets
     """
 
     name: str
@@ -39,7 +42,11 @@ class Transform:
     apply: Apply
     params: type[BaseModel]
     already: Callable[..., Bundle | None] | None = None
-    measure: Callable[..., torch.Tensor] | None = None
+    measure: Callable[..., torch.Tensor | None] | None = None
+
+    def __call__(self, bundle: Bundle, context: StepContext, **params: Any) -> Bundle:
+        """Apply with the parameters given, unchecked."""
+        return self.apply(bundle, context, **params)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +71,7 @@ class Step:
         return known(bundle, context, **self.params) if known is not None else None
 
     def __call__(self, bundle: Bundle, context: StepContext) -> Bundle:
-        return self.transform.apply(bundle, context, **self.params)
+        return self.transform(bundle, context, **self.params)
 
 
 def transform(
@@ -72,9 +79,11 @@ def transform(
     requires: Form,
     ensures: Form | Callable[..., Form],
     already: Callable[..., Bundle | None] | None = None,
-    measure: Callable[..., torch.Tensor] | None = None,
+    measure: Callable[..., torch.Tensor | None] | None = None,
 ) -> Callable[[Apply], Transform]:
-    """Declare a function as a step; its name is the name in recipes, the first line of its docstring the description."""
+    """Declare a function as a step; its name is the name in recipes, the first line of its docstring the
+    description.
+    """
 
     def declare(function: Apply) -> Transform:
         hints = get_type_hints(function)

@@ -1,0 +1,57 @@
+"""Reading a recipe's YAML: plain data only, and no surprise between what is written and what is read.
+
+PyYAML follows YAML 1.1, where the key `on` is the boolean true, a repeated key silently wins, and anchors can blow a
+small file up.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from weightprep.errors import RecipeError
+
+__all__ = ["read_yaml"]
+
+_MAX_BYTES = 1 << 20
+_BOOL = "tag:yaml.org,2002:bool"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 booleans, no repeated keys, no aliases."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own class attribute
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL or first in "tTfF"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(None, None, "found an alias", None)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+        mapping = super().construct_mapping(node, deep=True)
+        if len(mapping) != len(node.value):
+            raise yaml.constructor.ConstructorError(None, None, "found a repeated key", node.start_mark)
+        return mapping
+
+
+def read_yaml(path: Path) -> dict[str, object]:
+    """The mapping that the YAML file `path` holds.
+
+    :raises RecipeError: unreadable, larger than 1 MiB, malformed, or no mapping from strings
+    """
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise RecipeError(path, found="a file of more than 1 MiB", wanted="a recipe", remedy="check the path")
+        # _Loader is a SafeLoader: it makes strings, numbers, booleans, lists and mappings only
+        document = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise RecipeError(
+            path, found=str(error), wanted="a YAML file", remedy="check the path and the syntax"
+        ) from None
+    if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):
+        raise RecipeError(path, found=type(document).__name__, wanted="a mapping", remedy="see docs/recipes.md")
+    return document
