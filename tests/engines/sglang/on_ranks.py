@@ -1,0 +1,102 @@
+"""Functions that tests run inside the ranks; each takes the rank's state first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import live_sglang
+import torch
+import torch.distributed as dist
+from live_sglang import Absorbed
+
+GFX950 = {"target": "gfx950"}
+
+
+def load(
+    state: Any, path: Path, load_format: str = "weightprep", extra: dict[str, Any] | None = None, draft: bool = False
+) -> dict[int, Absorbed]:
+    """Absorbed weights of the model at `path`, which is kept in state.models under (path, load_format, draft)."""
+    model = _load(state, path, load_format, GFX950 if extra is None and load_format == "weightprep" else extra, draft)
+    state.models[str(path), load_format, draft] = model
+    return live_sglang.absorbed(model)
+
+
+def _load(state: Any, path: Path, load_format: str, extra: dict[str, Any] | None, draft: bool) -> Any:
+    from sglang.srt.runtime_context import get_model
+
+    args = live_sglang.server_args(str(path), tp_size=state.world)
+    with get_model().override(model_path=str(path)):
+        return live_sglang.load(args, load_format, extra, draft)
+
+
+def load_with_upstreams_cast(state: Any, path: Path, draft: bool = False) -> dict[int, Absorbed]:
+    """What sglang's own load-time cast for gfx950 makes, without the plugin's flag."""
+    import sglang.srt.models.deepseek_common.deepseek_weight_loader as upstream
+
+    upstream._use_aiter_gfx95 = True
+    try:
+        return live_sglang.absorbed(_load(state, path, "auto", None, draft))
+    finally:
+        upstream._use_aiter_gfx95 = False
+
+
+def load_plain_without_amx(state: Any, path: Path, draft: bool = False) -> dict[int, Absorbed]:
+    """A plain `auto` load, with what follows post_load_weights left out: fp8 linears ask for AMX there on a CPU."""
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    kept = DefaultModelLoader.postprocess_weights
+    DefaultModelLoader.postprocess_weights = staticmethod(lambda model, device: None)
+    try:
+        return live_sglang.absorbed(_load(state, path, "auto", None, draft))
+    finally:
+        DefaultModelLoader.postprocess_weights = kept
+
+
+def load_counting_collectives(state: Any, path: Path, extra: dict[str, Any]) -> list[tuple[str, int]]:
+    """The collectives that happen inside post_load_weights of a load: reduction and number of elements."""
+    calls: list[tuple[str, int]] = []
+    original = dist.all_reduce
+
+    def counting(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, **kwargs: Any) -> Any:
+        calls.append((str(op).rpartition(".")[2], tensor.numel()))
+        return original(tensor, op=op, **kwargs)
+
+    dist.all_reduce = counting
+    try:
+        _load(state, path, "weightprep", extra, draft=False)
+    finally:
+        dist.all_reduce = original
+    return calls
+
+
+@contextmanager
+def _updater(model: Any, path: Path) -> Iterator[Any]:
+    """sglang's own WeightUpdater on `model`, with what a model runner would hand it."""
+    from types import SimpleNamespace
+
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    args = live_sglang.server_args(str(path))
+    yield WeightUpdater(
+        tp_rank=0,
+        device="cpu",
+        gpu_id=0,
+        model_config=ModelConfig.from_server_args(args),
+        custom_weight_loaders={},
+        get_model=lambda: model,
+        update_model_fields=lambda *args, **kwargs: None,
+        recapture_cuda_graph=lambda: None,
+        get_model_runner=lambda: SimpleNamespace(model=model),
+    )
+
+
+def update_from_disk(state: Any, key: tuple[str, str, bool], path: Path) -> tuple[bool, str, dict[int, Absorbed]]:
+    """sglang's update_weights_from_disk on a model that `load` kept."""
+    model = state.models[key]
+    with _updater(model, path) as updater:
+        done, message = updater.update_weights_from_disk(str(path), "weightprep")
+    return done, message, live_sglang.absorbed(model)

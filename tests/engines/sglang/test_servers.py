@@ -1,0 +1,75 @@
+"""Real servers and engines on the CPU: every entry point takes the flag, and the text is upstream's, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import servers
+from servers import Generation
+
+from weightprep.engines.sglang.versions import POST_LOAD_WEIGHTS, VERIFY_LOAD_FORMAT
+
+GFX950 = {"target": "gfx950"}
+FLAG = ("--load-format", "weightprep", "--model-loader-extra-config", json.dumps(GFX950))
+SGLANG = str(Path(sys.executable).with_name("sglang"))
+
+
+@pytest.fixture(scope="module")
+def upstreams(cpu_glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Generation:
+    """sglang's own load-time cast for gfx950, without the flag."""
+    out = tmp_path_factory.mktemp("upstream") / "out.json"
+    return servers.generate(cpu_glm, out, "auto", {}, UPSTREAM_GFX95_CAST="1")
+
+
+@pytest.fixture(scope="module")
+def ours(cpu_glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Generation:
+    return servers.generate(cpu_glm, tmp_path_factory.mktemp("ours") / "out.json", "weightprep", GFX950)
+
+
+def test_engine_generates_upstreams_tokens_and_log_probs(upstreams: Generation, ours: Generation) -> None:
+    assert ours.prompts == upstreams.prompts
+    # every position of every prompt, and the tokens generated after it
+    assert sum(len(prompt["prefill"]) + len(prompt["decode"]) for prompt in ours.prompts) == 39 + 5 + 2 + 3 * 16
+
+
+def test_a_wrong_scale_would_be_seen(cpu_glm: Path, upstreams: Generation, tmp_path: Path) -> None:
+    plain = servers.generate(cpu_glm, tmp_path / "out.json", "auto", {})
+    assert plain.prompts != upstreams.prompts
+
+
+def test_engine_generates_the_same_from_a_sidecar(cpu_glm: Path, upstreams: Generation, tmp_path: Path) -> None:
+    converted = tmp_path / "sidecar"
+    command = [sys.executable, "-m", "weightprep", "convert", str(cpu_glm), str(converted), "--layout", "sidecar"]
+    subprocess.run(command, check=True, capture_output=True)
+    generation = servers.generate(converted, tmp_path / "out.json", "weightprep", GFX950)
+    assert "sidecar" in generation.log
+    assert generation.prompts == upstreams.prompts
+
+
+@pytest.mark.parametrize(
+    "entry", [[sys.executable, "-m", "sglang.launch_server"], [SGLANG, "serve"]], ids=["module", "serve"]
+)
+def test_flag_is_accepted_by_servers(entry: list[str], cpu_glm: Path, ours: Generation, tmp_path: Path) -> None:
+    with servers.server(entry, cpu_glm, tmp_path, *FLAG) as server:
+        prompt = [5, 17, 33, 91, 200, 301]
+        sampling = {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True}
+        answer = server.post("/generate", {"input_ids": prompt, "sampling_params": sampling})
+    assert answer["output_ids"] == ours.prompts[1]["tokens"]
+    processes = [json.loads(line) for line in (tmp_path / "record").read_text().splitlines()]
+    live = {process["pid"] for process in processes if VERIFY_LOAD_FORMAT in process["patched"]}
+    # the launcher, the scheduler and the detokenizer
+    assert len(live) >= 3
+    prepared = {process["pid"] for process in processes if POST_LOAD_WEIGHTS in process["patched"]}
+    assert len(prepared) == 1, "only the scheduler loads a model"
+
+
+def test_left_out_of_sglang_plugins_is_refused_by_the_parser(cpu_glm: Path) -> None:
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(cpu_glm), *FLAG]
+    env = servers.environment(SGLANG_PLUGINS="weightprep_cpu_engine")
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "invalid choice: 'weightprep'" in done.stderr

@@ -1,0 +1,1 @@
+"""Serving engines that weightprep plugs into, one package each."""

@@ -1,0 +1,82 @@
+"""Makes sure that sglang's choice of a loader is ours when the user asked for ours.
+
+Some releases look at a model's quantization, or at the weight cache, before they look at the load format. The server
+then starts with weights that nobody prepared, and nothing says so. The guard is put up when the flag is first seen,
+never without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from weightprep.engines.sglang.versions import GET_MODEL_LOADER, check_support
+from weightprep.errors import EngineError
+
+__all__ = ["ensure_hook", "guard_loader_choice"]
+
+
+def guard_loader_choice(load_config: Any) -> None:
+    """Refuse what the load config alone shows to be impossible, and watch the choice that follows.
+
+    :raises EngineError: sglang is not supported, or the weight cache is on
+    """
+    notice = check_support()
+    if notice is not None:
+        import logging
+
+        logging.getLogger(__name__).warning("weightprep: %s", notice)
+    mode = getattr(load_config, "weight_cache_mode", "off")
+    if mode != "off":
+        raise EngineError(
+            f"--weight-cache-mode {mode}",
+            found="the weight cache, which fills the model without asking the load format",
+            wanted="--weight-cache-mode off with --load-format weightprep",
+            remedy="turn the weight cache off, or serve a checkpoint from `weightprep convert` without the flag",
+        )
+    ensure_hook(GET_MODEL_LOADER, _choose)
+
+
+def ensure_hook(target: str, hook: Callable[..., Any]) -> None:
+    """Put `hook` around `target` once, and make sure that it took: sglang only logs a hook that failed.
+
+    :raises EngineError: the hook is not in place
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if any(registered is hook for _, registered, _ in HookRegistry._hooks.get(target, ())):
+        if target in HookRegistry._patched:
+            return
+    elif target in HookRegistry._patched:
+        others = ", ".join(str(source) for _, _, source in HookRegistry._hooks[target])
+        raise EngineError(
+            target,
+            found=f"hooks of another plugin that were applied before ({others})",
+            wanted="weightprep's hook on it",
+            remedy="leave the other plugin out with SGLANG_PLUGINS",
+        )
+    else:
+        HookRegistry.register(target, hook, HookType.AROUND)
+    HookRegistry.apply_hooks()
+    if target not in HookRegistry._patched:
+        raise EngineError(
+            target,
+            found="a hook that sglang could not apply (see its log)",
+            wanted="the hook in place",
+            remedy="run `weightprep doctor`; use a known sglang release",
+        )
+
+
+def _choose(original: Callable[..., Any], load_config: Any, *args: Any, **kwargs: Any) -> Any:
+    from weightprep.engines.sglang.loader import WeightprepLoader
+
+    asked = WeightprepLoader in (load_config.load_format, getattr(load_config, "fallback_load_format", None))
+    loader = original(load_config, *args, **kwargs)
+    if asked and not isinstance(loader, WeightprepLoader):
+        raise EngineError(
+            "--load-format weightprep",
+            found=f"sglang chose {type(loader).__name__} for this model",
+            wanted="weightprep's loader",
+            remedy="this sglang loads such a model in its own way only: upgrade to 0.5.18 or later, or drop the flag",
+        )
+    return loader

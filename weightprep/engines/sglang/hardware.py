@@ -1,0 +1,46 @@
+"""Which target's gates apply on this machine, in the names that recipes and gates use."""
+
+from __future__ import annotations
+
+import torch
+
+from weightprep.errors import EngineError
+
+__all__ = ["detect_target", "resolve_target"]
+
+_GFX = ("gfx950", "gfx942")
+_SM = {9: "sm90", 10: "sm100"}
+
+
+def resolve_target(asked: str) -> str:
+    """`asked`, or for "auto" the target of the current device.
+
+    :raises EngineError: a GPU that no gate is known for
+    """
+    if asked != "auto":
+        return asked
+    found = detect_target()
+    if found is None:
+        raise EngineError(
+            "target",
+            found=_describe(),
+            wanted=f"one of {', '.join((*_GFX, *_SM.values()))}",
+            remedy="serve without --load-format weightprep, or name the gates that apply in WEIGHTPREP_TARGET",
+        )
+    return found
+
+
+def detect_target() -> str | None:
+    """The target of the current device: "cpu" without a GPU, None for a GPU that no gate is known for."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    if torch.version.hip is not None:
+        return next((name for name in _GFX if _describe().startswith(name)), None)
+    return _SM.get(torch.cuda.get_device_capability()[0])
+
+
+def _describe() -> str:
+    if torch.version.hip is not None:
+        return str(torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName)
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm{major}{minor}"

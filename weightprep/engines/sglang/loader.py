@@ -1,0 +1,128 @@
+"""The loader behind `--load-format weightprep`: reads weights as another load format does, and has them prepared.
+
+sglang builds it from the load config, at startup with our keys in it and at every update from disk without them. So
+what was asked for stays with the model, not with the loader.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.configs.load_config import LoadConfig, LoadFormat
+from sglang.srt.model_loader.loader import BaseModelLoader, DefaultModelLoader, get_model_loader
+
+from weightprep.engines.sglang.guard import ensure_hook
+from weightprep.engines.sglang.hardware import resolve_target
+from weightprep.engines.sglang.options import Options, split_options
+from weightprep.engines.sglang.prepare import Preparation, around_post_load_weights, preparation_of, preparing
+from weightprep.engines.sglang.startup_check import check_startup
+from weightprep.engines.sglang.versions import POST_LOAD_WEIGHTS
+from weightprep.errors import EngineError
+from weightprep.recipe import find_recipe, load_recipe, resolve
+
+__all__ = ["WeightprepLoader"]
+
+logger = logging.getLogger(__name__)
+
+# Load formats that DefaultModelLoader reads itself, and those that have a loader of their own.
+_OWN = frozenset({"auto", "safetensors", "fastsafetensors", "instanttensor", "mistral"})
+_DELEGATED = frozenset({"dummy", "sharded_state", "runai_streamer"})
+
+
+class WeightprepLoader(DefaultModelLoader):  # type: ignore[misc]  # sglang has no types
+    """A DefaultModelLoader, because updates from disk accept no other; `inner` says how files are read."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        self.options, rest = split_options(load_config.model_loader_extra_config or {})
+        load_config.model_loader_extra_config = rest
+        load_config.load_format = _inner_format(self.options.inner)
+        self._folder: Path | None = None
+        if self.options.inner in _OWN:
+            super().__init__(load_config)
+        else:
+            BaseModelLoader.__init__(self, load_config)
+        ensure_hook(POST_LOAD_WEIGHTS, around_post_load_weights)
+
+    def load_model(self, *, model_config: Any, device_config: Any) -> torch.nn.Module:
+        """Load and prepare a model.
+
+        :raises WeightprepError: nothing is known to prepare in this model, or a contract is broken and on_violation is
+            error
+        """
+        preparation = _plan(self.options, model_config)
+        with ExitStack() as stack:
+            stack.enter_context(preparing(preparation))
+            if self.options.inner != "dummy":
+                stack.enter_context(preparation.reading(Path(model_config.model_path)))
+            model: torch.nn.Module
+            if self.options.inner in _OWN:
+                model = super().load_model(model_config=model_config, device_config=device_config)
+            else:
+                inner = get_model_loader(self.load_config, model_config)
+                model = inner.load_model(model_config=model_config, device_config=device_config)
+        _check(model, weights_are_random=self.options.inner == "dummy")
+        return model
+
+    def load_weights_and_postprocess(self, model: Any, weights: Iterable[Any], target_device: torch.device) -> None:
+        """Load weights into a model; upstream calls this on the instance, at startup and for updates from disk."""
+        known = preparation_of(model)
+        with ExitStack() as stack:
+            for _, preparation in known:
+                if self._folder is not None:
+                    stack.enter_context(preparation.reading(self._folder))
+            DefaultModelLoader.load_weights_and_postprocess(model, weights, target_device)
+        if known:
+            _check(model, weights_are_random=False)
+
+    def _get_weights_iterator(self, source: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        self._folder = self._folder or Path(source.model_or_path)
+        return super()._get_weights_iterator(source, **kwargs)  # type: ignore[no-any-return]
+
+
+def _inner_format(inner: str) -> LoadFormat:
+    if inner not in _OWN | _DELEGATED:
+        raise EngineError(
+            f"inner load format {inner!r}",
+            found="a format that weightprep does not wrap",
+            wanted=f"one of {', '.join(sorted(_OWN | _DELEGATED))}",
+            remedy="use one of these, or serve a checkpoint from `weightprep convert` without the flag",
+        )
+    try:
+        return LoadFormat(inner)
+    except ValueError:
+        raise EngineError(
+            f"inner load format {inner!r}",
+            found="a format that this sglang does not have",
+            wanted=f"one of {', '.join(item.value for item in LoadFormat)}",
+            remedy="upgrade sglang or choose another format",
+        ) from None
+
+
+def _plan(options: Options, model_config: Any) -> Preparation:
+    config = model_config.hf_config.to_dict()
+    architecture = (config.get("architectures") or ["(none)"])[0]
+    recipe = load_recipe(options.recipe) if options.recipe else find_recipe(architecture, config.get("model_type"))
+    plan = resolve(recipe, config, precision=options.precision, nextn=options.nextn)
+    quantization = (
+        config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config") or {}
+    )
+    block = quantization.get("weight_block_size")
+    return Preparation(plan, options, resolve_target(options.target), tuple(block) if block else None)
+
+
+def _check(model: Any, *, weights_are_random: bool) -> None:
+    found = preparation_of(model)
+    if not found:
+        raise EngineError(
+            type(model).__name__,
+            found="a model that does not load its weights through DeepseekV2WeightLoaderMixin",
+            wanted="a model with MLA that sglang builds on it",
+            remedy="serve this model without --load-format weightprep",
+        )
+    for holder, preparation in found:
+        check_startup(holder, preparation, weights_are_random=weights_are_random)

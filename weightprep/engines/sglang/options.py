@@ -1,0 +1,87 @@
+"""The keys of `--model-loader-extra-config` that are ours, checked, and apart from those of the wrapped load format.
+
+sglang's loaders refuse keys that they do not know, and a misspelt key of ours would reach them or, worse, be dropped:
+so a key that looks like one of ours is an error with a suggestion, and every other key goes on to the inner loader.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+
+from weightprep.errors import EngineError
+
+__all__ = ["TARGET_VARIABLE", "Options", "split_options"]
+
+TARGET_VARIABLE = "WEIGHTPREP_TARGET"
+# Keys of sglang's own loaders, so that none of them is taken for a misspelt key of ours.
+_INNER_KEYS = frozenset(
+    {"enable_multithread_load", "num_threads", "enable_gds", "pattern", "concurrency", "memory_limit", "distributed"}
+)
+
+
+class Options(BaseModel):
+    """What a server was asked to do.
+
+    :param recipe: name or file of a recipe; None finds it by the model's architecture
+    :param precision: of the absorbed weights: one for all, or by layer group; None takes the recipe's default
+    :param target: the hardware whose gates are meant; auto asks torch
+    :param inner: the load format that reads the weights
+    :param on_violation: what a broken contract does to the server
+    :param scale_scope: one scale for the whole tensor, or one for each tensor parallel rank as upstream has it
+    :param sidecar: auto takes the model directory's own, off none, anything else is the directory to take it from
+    :param canary: run each kernel path once against the float32 reference at startup
+    :param runtime: whose absorbed matmuls run
+    :param nextn: what to do with the NextN layer
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    recipe: str | None = None
+    precision: str | dict[str, str] | None = None
+    target: Literal["auto", "gfx950", "gfx942", "sm90", "sm100", "cpu"] = "auto"
+    inner: str = "auto"
+    on_violation: Literal["error", "warn"] = "error"
+    scale_scope: Literal["tensor", "rank"] = "tensor"
+    sidecar: str = "auto"
+    canary: Literal["on", "off"] = "on"
+    runtime: Literal["auto", "aiter", "triton", "torch", "upstream"] = "auto"
+    nextn: Literal["convert", "keep"] = "convert"
+
+    @field_validator("canary", mode="before")
+    @classmethod
+    def _boolean(cls, value: object) -> object:
+        # YAML and JSON writers turn on and off into booleans
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+def split_options(extra: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]:
+    """Our options, and the keys that are left for the inner loader.
+
+    :raises EngineError: a key that looks like a misspelt one of ours, or a value that is not allowed
+    """
+    ours = {key: value for key, value in extra.items() if key in Options.model_fields}
+    rest = {key: value for key, value in extra.items() if key not in ours}
+    for key in rest.keys() - _INNER_KEYS:
+        likely = difflib.get_close_matches(key, Options.model_fields, n=1, cutoff=0.75)
+        if likely:
+            raise EngineError(
+                f"--model-loader-extra-config: {key}",
+                found="an unknown key",
+                wanted=f"{likely[0]!r}, perhaps",
+                remedy=f"weightprep's keys are {', '.join(sorted(Options.model_fields))}",
+            )
+    variable = os.environ.get(TARGET_VARIABLE)
+    if variable and "target" not in ours:
+        ours["target"] = variable
+    try:
+        return Options.model_validate(ours), rest
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        where = TARGET_VARIABLE if key == "target" and "target" not in extra else f"--model-loader-extra-config: {key}"
+        raise EngineError(where, found=repr(first["input"]), wanted=first["msg"], remedy="correct the value") from None

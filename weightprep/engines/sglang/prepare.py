@@ -1,0 +1,204 @@
+"""Puts absorbed weights into their kernel's form around the model's own post_load_weights.
+
+Around, not after: upstream writes with copy_ into whatever w_kc and w_vc are bound to, so where our fp8 buffers are
+bound it would cast unscaled bf16 into them without an error. The steps are: save the bindings, unbind, call upstream,
+prepare, copy into the saved storage, rebind. Graphs captured earlier hold the addresses of that storage, w_scale's
+included.
+
+Every route that loads weights ends here: the initial load, the NextN draft, dummy and sharded loads, and updates from
+disk, tensors or other processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weightprep.engines.sglang.agreement import agree_on_maxima
+from weightprep.engines.sglang.modules import LiveModule, live_modules
+from weightprep.engines.sglang.options import Options
+from weightprep.engines.sglang.sidecar import Sidecar, open_sidecar
+from weightprep.errors import EngineError
+from weightprep.recipe import ModelPlan
+from weightprep.transforms import Bundle, StepContext, measure_amax, run_steps
+
+__all__ = ["Origin", "Preparation", "around_post_load_weights", "preparation_of", "preparing"]
+
+# What an MLA attention of sglang has, with the values that it is built with.
+_UNBOUND: Mapping[str, object] = {"w_kc": None, "w_vc": None, "w_scale": 1.0, "w_scale_k": None, "w_scale_v": None}
+_STATE = "_weightprep_preparation"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a layer's prepared weights came from: "online" or "sidecar", and the encoding that they were in."""
+
+    route: str
+    encoding: str
+
+
+@dataclass(slots=True)
+class Preparation:
+    """What one live model needs to be prepared again at every load.
+
+    :param block: the checkpoint's weight_block_size
+    :param sidecar: the sidecar of the load in progress; updates from memory have none
+    :param origins: checkpoint module -> where its present weights came from
+    """
+
+    plan: ModelPlan
+    options: Options
+    target: str
+    block: tuple[int, int] | None
+    sidecar: Sidecar | None = None
+    origins: dict[str, Origin] = field(default_factory=dict)
+
+    @contextmanager
+    def reading(self, folder: Path) -> Iterator[None]:
+        """While weights are read from `folder`, its sidecar counts."""
+        self.sidecar = open_sidecar(folder, self.options.sidecar, self.plan.recipe_hash) if folder.is_dir() else None
+        try:
+            yield
+        finally:
+            self.sidecar = None
+
+    def run(self, model: Any, load: Callable[[], None]) -> None:
+        """Call upstream's `load` (post_load_weights) and prepare the layers that it touched."""
+        modules = live_modules(model, self.plan)
+        saved = [_bindings(module.owner) for module in modules]
+        for module in modules:
+            _bind(module.owner, _UNBOUND)
+        try:
+            load()
+            touched = []
+            for module, before in zip(modules, saved, strict=True):
+                if module.owner.w_kc is None:
+                    _bind(module.owner, before)
+                # DeepGEMM's own block-scaled form needs nothing of us
+                elif not getattr(module.owner, "use_deep_gemm_bmm", False):
+                    touched.append((module, before))
+            self._prepare(touched)
+        except BaseException:
+            for module, before in zip(modules, saved, strict=True):
+                _bind(module.owner, before)
+            raise
+
+    @torch.no_grad()
+    def _prepare(self, touched: list[tuple[LiveModule, Mapping[str, object]]]) -> None:
+        modules = [module for module, _ in touched]
+        self._refuse_stale_sidecar(modules)
+        for (module, before), context in zip(touched, self._contexts(modules), strict=True):
+            source, origin = self._source(module)
+            prepared = run_steps(module.plan.prepare, source, context)
+            _bind(module.owner, _into_storage(prepared, before, module))
+            self.origins[module.plan.source] = origin
+
+    def _contexts(self, modules: list[LiveModule]) -> list[StepContext]:
+        contexts, maxima = [], []
+        for module in modules:
+            dims = self.plan.dims
+            heads = module.local_heads(dims["nope"] + dims["v"])
+            context = StepContext({**dims, "heads": heads}, self.target, None, module.plan.source)
+            contexts.append(context)
+            if module.shards > 1 and self.options.scale_scope == "tensor":
+                source, _ = self._source(module)
+                maxima.append(measure_amax(module.plan.prepare, source, context))
+            else:
+                maxima.append(None)
+        agreed = iter(agree_on_maxima([value for value in maxima if value is not None]))
+        return [
+            context if value is None else StepContext(context.dims, context.target, next(agreed), context.name)
+            for context, value in zip(contexts, maxima, strict=True)
+        ]
+
+    def _source(self, module: LiveModule) -> tuple[Bundle, Origin]:
+        if self.sidecar is not None and module.plan.source in self.sidecar:
+            device = module.linear.weight.device
+            bundle = self.sidecar.rows(module.plan.source, module.rank, module.shards, device)
+            return bundle, Origin("sidecar", bundle.encoded.encoding.value)
+        bundle = module.source(self.block)
+        return bundle, Origin("online", bundle.encoded.encoding.value)
+
+    def _refuse_stale_sidecar(self, modules: list[LiveModule]) -> None:
+        """Hash the sources once among the ranks that share them; all of them learn of a difference."""
+        if self.sidecar is None:
+            return
+        shared = [module for module in modules if module.plan.source in self.sidecar]
+        mine = [module.plan.source for i, module in enumerate(shared) if i % module.shards == module.rank]
+        stale = self.sidecar.stale(mine)
+        flags = torch.tensor([float(module.plan.source in stale) for module in shared])
+        if any(module.shards > 1 for module in shared):
+            flags = agree_on_maxima([flags.to(shared[0].linear.weight.device)])[0].cpu()
+        names = [module.plan.source for module, flag in zip(shared, flags.tolist(), strict=True) if flag]
+        if names:
+            raise EngineError(
+                f"sidecar of {self.sidecar.model}",
+                found=f"{len(names)} module(s) converted from other weights, first: {names[0]}",
+                wanted="a sidecar of the weights that are being served",
+                remedy='run `weightprep convert --layout sidecar` again, or serve with {"sidecar": "off"}',
+            )
+
+
+_current: ContextVar[Preparation | None] = ContextVar("weightprep_preparation", default=None)
+
+
+@contextmanager
+def preparing(preparation: Preparation) -> Iterator[None]:
+    """Models whose post_load_weights runs inside are prepared by `preparation`, now and at every later load."""
+    token = _current.set(preparation)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def preparation_of(model: Any) -> list[tuple[Any, Preparation]]:
+    """The prepared models inside `model` (itself, or the language model of a wrapper), with what prepares them."""
+    return [(module, vars(module)[_STATE]) for module in model.modules() if _STATE in vars(module)]
+
+
+def around_post_load_weights(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+    """AROUND hook on DeepseekV2WeightLoaderMixin.post_load_weights."""
+    preparation = vars(model).get(_STATE) or _current.get()
+    if preparation is None:
+        original(model, *args, **kwargs)
+        return
+    vars(model)[_STATE] = preparation
+    preparation.run(model, lambda: original(model, *args, **kwargs))
+
+
+def _bindings(owner: Any) -> Mapping[str, object]:
+    return {name: getattr(owner, name, default) for name, default in _UNBOUND.items()}
+
+
+def _bind(owner: Any, values: Mapping[str, object]) -> None:
+    for name, value in values.items():
+        setattr(owner, name, value)
+
+
+def _into_storage(prepared: Bundle, before: Mapping[str, object], module: LiveModule) -> dict[str, object]:
+    """`prepared` as attributes, in the storage that was bound before where there was any.
+
+    :raises EngineError: the new tensors do not fit the bound storage, whose addresses captured graphs hold
+    """
+    bound: dict[str, object] = dict(_UNBOUND)
+    for role, tensor in prepared.items():
+        old = before[role]
+        if not isinstance(old, torch.Tensor):
+            bound[role] = tensor
+            continue
+        if (old.dtype, old.shape, old.stride()) != (tensor.dtype, tensor.shape, tensor.stride()):
+            raise EngineError(
+                f"{module.plan.source}: {role}",
+                found=f"{tensor.dtype} {list(tensor.shape)} {list(tensor.stride())} after a new load",
+                wanted=f"{old.dtype} {list(old.shape)} {list(old.stride())}, the form that captured graphs hold",
+                remedy="restart the server to load weights of another form",
+            )
+        bound[role] = old.copy_(tensor)
+    return bound

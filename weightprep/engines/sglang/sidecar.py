@@ -1,0 +1,130 @@
+"""Reads the tensors that `convert --layout sidecar` put beside a checkpoint, each rank only its own rows.
+
+A sidecar is valid for the very weights that it was made from. Its manifest pins them by hash, and the hashes are
+checked against the files that are being served, so that a sidecar left behind by another version of the model is never
+bound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from weightprep.checkpoint.header import read_header
+from weightprep.checkpoint.manifest import SIDECAR_MANIFEST, Manifest, ModuleRecord, read_manifest
+from weightprep.checkpoint.reader import find_module, read_tensor
+from weightprep.checkpoint.repository import Checkpoint, TensorRef, tensor_refs
+from weightprep.errors import CheckpointError, EngineError
+from weightprep.transforms import Bundle
+
+__all__ = ["Sidecar", "open_sidecar"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sidecar:
+    """An opened sidecar.
+
+    :param model: the checkpoint that it stands beside
+    :param records: checkpoint module -> its record
+    :param tensors: the sidecar's own tensors
+    """
+
+    model: Path
+    manifest: Manifest
+    records: Mapping[str, ModuleRecord]
+    tensors: Mapping[str, TensorRef]
+
+    def __contains__(self, module: object) -> bool:
+        return module in self.records
+
+    def rows(self, module: str, rank: int, shards: int, device: torch.device) -> Bundle:
+        """Rows of `module` that rank `rank` of `shards` holds, on `device`."""
+        found = find_module(self.tensors, module)
+        if found is None:
+            raise CheckpointError(
+                f"sidecar of {self.model}: {module}",
+                found="a record in the manifest and no tensor",
+                wanted="both",
+                remedy="convert again: the sidecar is damaged",
+            )
+        count = found.encoded.rows // shards
+        part = found.encoded.slice_rows(rank * count, (rank + 1) * count)
+        scale = found.scale
+        if scale is not None and part.scale_rows is not None:
+            scale = _row_range(scale, *part.scale_rows)
+        weight = read_tensor(_row_range(found.weight, rank * count, (rank + 1) * count)).to(device)
+        return Bundle.source(weight, None if scale is None else read_tensor(scale).to(device), part.encoded)
+
+    def stale(self, modules: list[str]) -> list[str]:
+        """Those of `modules` whose weights in the checkpoint are not the ones that they were converted from."""
+        tensors = Checkpoint.open(self.model).tensors
+        return [module for module in modules if not self._matches(module, tensors)]
+
+    def _matches(self, module: str, tensors: Mapping[str, TensorRef]) -> bool:
+        return all(
+            name in tensors and _sha256(tensors[name]) == digest
+            for name, digest in self.records[module].source_sha256.items()
+        )
+
+
+def open_sidecar(model: Path, asked: str, recipe_hash: str) -> Sidecar | None:
+    """The sidecar of the checkpoint directory `model`.
+
+    :param asked: "auto" takes the directory's own if it has one, "off" none; else the directory that holds
+        manifest.json
+    :raises EngineError: it is named and not there, or was made with another recipe
+    :raises CheckpointError: it is damaged
+    """
+    path = model / SIDECAR_MANIFEST if asked == "auto" else Path(asked) / SIDECAR_MANIFEST.name
+    if asked == "off" or (asked == "auto" and not path.is_file()):
+        return None
+    if not path.is_file():
+        raise EngineError(
+            f"sidecar {asked}",
+            found=f"no {path}",
+            wanted="a manifest",
+            remedy="give the directory that `weightprep convert --layout sidecar` made",
+        )
+    manifest = read_manifest(path)
+    if manifest.recipe_hash != recipe_hash:
+        raise EngineError(
+            path,
+            found=f"recipe {manifest.recipe} with hash {manifest.recipe_hash[:12]}",
+            wanted=f"the recipe that this server runs, hash {recipe_hash[:12]}",
+            remedy='convert again with this recipe, or serve with {"sidecar": "off"} to convert while loading',
+        )
+    files = sorted({record.file for record in manifest.modules})
+    headers = {file: read_header(_inside(path.parent, file)) for file in files}
+    records = {record.module: record for record in manifest.modules}
+    return Sidecar(model, manifest, records, tensor_refs(headers))
+
+
+def _inside(directory: Path, file: str) -> Path:
+    path = directory / file
+    if not path.resolve().is_relative_to(directory.resolve()):
+        raise EngineError(
+            f"{directory}: {file}",
+            found="a file outside the sidecar",
+            wanted="files beside its manifest",
+            remedy="convert again",
+        )
+    return path
+
+
+def _row_range(ref: TensorRef, start: int, stop: int) -> TensorRef:
+    row = ref.nbytes // ref.info.shape[0]
+    begin = ref.info.begin + start * row
+    info = dataclasses.replace(
+        ref.info, shape=(stop - start, *ref.info.shape[1:]), begin=begin, end=ref.info.begin + stop * row
+    )
+    return dataclasses.replace(ref, info=info, offset=ref.offset + start * row)
+
+
+def _sha256(ref: TensorRef) -> str:
+    # the file's own bytes, which are those of the tensor in memory
+    tensor = read_tensor(ref).contiguous()
+    return hashlib.sha256(tensor.view(-1).view(torch.uint8).numpy().data).hexdigest()
