@@ -64,7 +64,7 @@ def source_scale(bundle: Bundle, name: str) -> torch.Tensor:
     if wanted is None or tuple(scale.squeeze(-1).shape if scale.dim() > len(wanted) else scale.shape) != wanted:
         raise CheckpointError(
             name,
-            found=f"scale shape {list(scale.shape)} for {bundle.encoded.rows} rows from row {bundle.encoded.row_offset}",
+            found=f"scale {list(scale.shape)} for {bundle.encoded.rows} rows from row {bundle.encoded.row_offset}",
             wanted="no scale" if wanted is None else f"shape {list(wanted)}",
             remedy="give the scale rows that belong to these weight rows",
         )

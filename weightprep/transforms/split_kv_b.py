@@ -43,7 +43,7 @@ def split_kv_b(bundle: Bundle, context: StepContext) -> Bundle:
             wanted=f"{list(wanted)} for {dims['heads']} heads, nope {nope}, v {v}, rank {dims['rank']}",
             remedy="check config.json against the weights, and the tensor parallel size against the heads",
         )
-    w_kc, w_vc = torch.unflatten(weight, 0, (-1, nope + v)).split([nope, v], dim=1)
+    w_kc, w_vc = torch.split(torch.unflatten(weight, 0, (-1, nope + v)), [nope, v], dim=1)
     tensors = {"w_kc": w_kc, "w_vc": w_vc.transpose(1, 2)}
     if "scale" in bundle:
         tensors["w_scale"] = bundle["scale"].to(torch.float32).reshape(())

@@ -1,0 +1,150 @@
+"""Which kernel path an absorbed matmul takes, as sglang decides it: the conditions as data, in the order of evaluation.
+
+Read from the sources of sglang 0.5.12, 0.5.15, 0.5.18, 0.5.20, 0.5.22 and 0.5.23 (forward_mla.py and
+forward_mla_rocm.py). The conditions compare dtypes, so whether a layer is fast can be told before anything is loaded.
+The two matmuls have gates of their own, and on ROCm the second one looks at the weight of the first; `predict` joins
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from weightprep.errors import EngineError
+
+__all__ = ["GATES", "TARGETS", "Gate", "Prediction", "predict"]
+
+TARGETS = ("gfx950", "gfx942", "sm90", "sm100", "cpu")
+SUPPORTED_ENGINES = SpecifierSet(">=0.5.12", prereleases=True)
+
+_ROCM = ("gfx950", "gfx942")
+_CUDA = ("sm90", "sm100")
+_FN, _FNUZ, _FP4 = "float8_e4m3fn", "float8_e4m3fnuz", "uint8"
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """One branch of one of the two matmuls.
+
+    :param matmul: "q" (q_nope x w_kc) or "v" (attention output x w_vc)
+    :param needs: attribute of the attention module -> what the branch's condition compares it with; w_kc and w_vc are
+        dtypes, w_scale is "tensor" or "float". All must hold.
+    :param reads: what the kernel then takes the attributes for, where the condition does not test them; anything else
+        is computed wrong or fails
+    :param fast: whether the matmul runs in the weights' precision without a pass over the weights before it
+    """
+
+    matmul: str
+    targets: tuple[str, ...]
+    versions: str
+    path: str
+    kernel: str
+    fast: bool
+    needs: Mapping[str, str]
+    reads: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The path of a layer: of both matmuls where they agree.
+
+    :param fast: whether both matmuls run in the weights' precision without a pass over the weights before them
+    :param reason: what decided it
+    :param sound: False if the kernels would misread a tensor: numbers are then wrong, or the call fails
+    """
+
+    path: str
+    fast: bool
+    reason: str
+    sound: bool = True
+
+
+_AITER_FP8 = "aiter batched_gemm_a8w8 (per-token-group activations, per-tensor weights)"
+_AITER_FP4 = "aiter batched_gemm_afp4wfp4_pre_quant"
+_SCALED = "torch.bmm after w.to(bfloat16) * w_scale in each call"
+
+# First match wins, within a matmul.
+GATES = (
+    Gate("q", ("gfx950",), "", "mxfp4_absorbed", _AITER_FP4, True, {"w_kc": _FP4}, {"w_scale_k": _FP4}),
+    Gate("q", ("gfx950",), "", "fp8_absorbed", _AITER_FP8, True, {"w_kc": _FN}, {"w_scale": "tensor"}),
+    # in graph capture only: in eager mode sglang prefers torch.bmm there
+    Gate("q", _ROCM, "", "fp8_absorbed", _AITER_FP8, True, {"w_kc": _FNUZ}, {"w_scale": "tensor"}),
+    Gate("v", ("gfx950",), "", "mxfp4_absorbed", _AITER_FP4, True, {"w_vc": _FP4}, {"w_scale_v": _FP4}),
+    # the condition is on w_kc; w_vc is not looked at
+    Gate("v", ("gfx950",), "", "fp8_absorbed", _AITER_FP8, True, {"w_kc": _FN}, {"w_vc": _FN, "w_scale": "tensor"}),
+    Gate("q", _CUDA, "", "fp8_absorbed", "flashinfer bmm_fp8", True, {"w_kc": _FN}, {"w_scale": "tensor"}),
+    Gate("v", _CUDA, "", "fp8_absorbed", "flashinfer bmm_fp8", True, {"w_vc": _FN}, {"w_scale": "tensor"}),
+    Gate("q", ("cpu",), "", "fp8_dequantized", _SCALED, False, {"w_kc": _FN}, {"w_scale": "tensor"}),
+    Gate("v", ("cpu",), "", "fp8_dequantized", _SCALED, False, {"w_vc": _FN}, {"w_scale": "tensor"}),
+    # Before 0.5.20 the ROCm branch multiplies a bf16 weight by w_scale as well.
+    Gate("q", _ROCM, "<0.5.20", "bf16_scaled", _SCALED, False, {"w_kc": "bfloat16"}, {}),
+    Gate("v", _ROCM, "<0.5.20", "bf16_scaled", _SCALED, False, {"w_vc": "bfloat16"}, {}),
+    Gate("q", TARGETS, "", "bf16", "torch.bmm", False, {"w_kc": "bfloat16"}, {}),
+    Gate("v", TARGETS, "", "bf16", "torch.bmm", False, {"w_vc": "bfloat16"}, {}),
+    Gate("q", _ROCM, "", "fp8_dequantized", _SCALED, False, {}, {"w_kc": "float", "w_scale": "tensor"}),
+    Gate("v", _ROCM, "", "fp8_dequantized", _SCALED, False, {}, {"w_vc": "float", "w_scale": "tensor"}),
+    Gate("q", TARGETS, "", "unsupported", "torch.bmm", False, {}, {"w_kc": "bfloat16"}),
+    Gate("v", TARGETS, "", "unsupported", "torch.bmm", False, {}, {"w_vc": "bfloat16"}),
+)
+_FLOATING = frozenset({"bfloat16", "float16", "float32", _FN, _FNUZ})
+
+
+def predict(target: str, engine_version: str, attributes: Mapping[str, str]) -> Prediction:
+    """The path that sglang takes for a layer with these attributes.
+
+    :param target: one of TARGETS
+    :param engine_version: version of sglang, for example "0.5.23"
+    :param attributes: "w_kc" and "w_vc": names of torch dtypes without "torch."; "w_scale": "tensor" or "float";
+        "w_scale_k" and "w_scale_v": dtype names, where the layer has them
+    :raises EngineError: an unknown target, or a version that has no plugin interface
+    """
+    if target not in TARGETS:
+        raise EngineError(
+            f"target {target}", found="unknown", wanted=f"one of {', '.join(TARGETS)}", remedy="correct --target"
+        )
+    q, v = (_select(matmul, target, _version(engine_version), attributes) for matmul in ("q", "v"))
+    for gate in (q, v):
+        for attribute, wanted in gate.reads.items():
+            found = attributes.get(attribute, "absent")
+            if found != wanted and not (wanted == "float" and found in _FLOATING):
+                reason = f"{gate.kernel} takes {attribute} for {wanted}, but it is {found}: the result is wrong"
+                return Prediction(gate.path, False, reason, sound=False)
+    if q.path == v.path:
+        return Prediction(q.path, q.fast and v.fast, f"w_kc is {attributes['w_kc']}: {q.kernel}")
+    return Prediction(f"{q.path}+{v.path}", q.fast and v.fast, f"q: {q.kernel}; v: {v.kernel}")
+
+
+def _select(matmul: str, target: str, version: Version, attributes: Mapping[str, str]) -> Gate:
+    return next(
+        gate
+        for gate in GATES
+        if gate.matmul == matmul
+        and target in gate.targets
+        and _specifier(gate.versions).contains(version)
+        and all(attributes.get(attribute) == wanted for attribute, wanted in gate.needs.items())
+    )
+
+
+@cache
+def _specifier(versions: str) -> SpecifierSet:
+    return SpecifierSet(versions, prereleases=True)
+
+
+def _version(engine_version: str) -> Version:
+    try:
+        version = Version(engine_version)
+    except InvalidVersion:
+        version = None
+    if version is None or not SUPPORTED_ENGINES.contains(version):
+        raise EngineError(
+            f"sglang {engine_version}",
+            found="no plugin interface in this version" if version else "not a version",
+            wanted=f"a version {SUPPORTED_ENGINES}",
+            remedy="upgrade sglang, or name a version that has plugins",
+        )
+    return version
