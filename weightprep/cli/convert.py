@@ -1,0 +1,247 @@
+"""`weightprep convert`: plan, show or execute, and say what to do next."""
+
+from __future__ import annotations
+
+import os
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weightprep.cli.output import command, print_json, say
+from weightprep.convert.options import ConvertOptions, Layout, LinkMode, Part
+from weightprep.errors import RecipeError
+
+if TYPE_CHECKING:
+    from weightprep.convert.execute import Result
+    from weightprep.convert.plan import ConversionPlan
+
+__all__ = ["convert", "parse_precision"]
+
+# More shards in flight than this gain nothing on one disk.
+_MAX_DEFAULT_WORKERS = 4
+
+
+class NextN(str, Enum):
+    """For typer, which knows no Literal."""
+
+    CONVERT = "convert"
+    KEEP = "keep"
+
+
+@command
+def convert(
+    src: Annotated[Path, typer.Argument(help="The checkpoint directory to convert.")],
+    dst: Annotated[Path, typer.Argument(help="The directory to write; with --layout sidecar it may be SRC itself.")],
+    recipe: Annotated[str | None, typer.Option(help="Recipe name or YAML file; default: by architecture.")] = None,
+    layout: Annotated[Layout, typer.Option(help="Into the shards, or into a subfolder beside them.")] = Layout.INLINE,
+    link: Annotated[LinkMode, typer.Option(help="How untouched shards come over.")] = LinkMode.AUTO,
+    precision: Annotated[
+        str | None, typer.Option(help="fp8, mxfp4 or bf16; or by layer group: decoder=fp8,nextn=bf16.")
+    ] = None,
+    nextn: Annotated[NextN, typer.Option(help="What to do with the NextN layer's weights.")] = NextN.CONVERT,
+    requantize: Annotated[bool, typer.Option("--requantize", help="Store fp8 sources again under one scale.")] = False,
+    allow_quality_loss: Annotated[
+        bool, typer.Option("--allow-quality-loss", help="Go below the recipe's quality floor, and record it.")
+    ] = False,
+    workers: Annotated[int, typer.Option(min=1, help="Shards in flight at once; default: cores, at most 4.")] = min(
+        os.cpu_count() or 1, _MAX_DEFAULT_WORKERS
+    ),
+    part: Annotated[str | None, typer.Option(metavar="i/n", help="Do part i of n; --finish completes them.")] = None,
+    finish: Annotated[str | None, typer.Option(metavar="n", help="Complete a conversion done in n parts.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is at DST.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> int | None:
+    """Write a checkpoint whose weights have the form that the fast kernels gate on.
+
+    Killed or interrupted, it leaves no DST, and the same command goes on where it stopped.
+
+    Examples:
+
+      weightprep convert zai-org/GLM-5.2 GLM-5.2-prepared --dry-run
+
+      weightprep convert GLM-5.2 GLM-5.2-prepared --link hard
+
+      weightprep convert GLM-5.2 GLM-5.2 --layout sidecar
+    """
+    from weightprep.convert.execute import execute
+    from weightprep.convert.planner import make_plan
+
+    options = ConvertOptions(
+        source=src,
+        destination=dst,
+        recipe=recipe,
+        layout=layout,
+        link=link,
+        precision=parse_precision(precision),
+        nextn=nextn.value,
+        requantize=requantize,
+        allow_quality_loss=allow_quality_loss,
+        workers=workers,
+        part=_parse_part(part, finish),
+        finish=finish is not None,
+        overwrite=overwrite,
+    )
+    plan = make_plan(options)
+    if dry_run or not plan.modules:
+        _show_plan(plan, as_json=json, dry_run=dry_run)
+        return None
+    from weightprep.cli.progress import progress
+
+    for line in plan_lines(plan):
+        say(line)
+    with progress(sum(job.nbytes for job in plan.jobs)) as shown:
+        result = execute(plan, shown)
+    _show_result(plan, result, as_json=json)
+    return None
+
+
+def parse_precision(text: str | None) -> str | dict[str, str] | None:
+    """ "fp8", or "decoder=fp8,nextn=bf16" as a mapping.
+
+    :raises RecipeError: neither
+    """
+    if text is None or "=" not in text:
+        return text
+    pairs = [item.partition("=") for item in text.split(",")]
+    if any(not (group and separator and name) for group, separator, name in pairs):
+        raise RecipeError(
+            "--precision",
+            found=repr(text),
+            wanted="fp8, or group=precision pairs with commas between them",
+            remedy="for example: --precision decoder=fp8,nextn=bf16",
+        )
+    return {group.strip(): name.strip() for group, _, name in pairs}
+
+
+def _parse_part(part: str | None, finish: str | None) -> Part | None:
+    if part is None and finish is None:
+        return None
+    index, _, count = ("1/" + finish if finish is not None else part or "").partition("/")
+    if index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count) and (part is None or finish is None):
+        return Part(int(index), int(count))
+    raise RecipeError(
+        "--part" if part is not None else "--finish",
+        found=repr(part if part is not None else finish) + (" and --finish" if part and finish else ""),
+        wanted="--part i/n with i from 1 to n, or --finish n",
+        remedy="give every job of the array its own i, and run --finish n once after all of them",
+    )
+
+
+def plan_lines(plan: ConversionPlan) -> list[str]:
+    """The plan for people."""
+    options = plan.options
+    lines = [
+        f"recipe {plan.model.recipe.name}, layout {options.layout.value}: {len(plan.modules)} module(s) to convert"
+    ]
+    for job in plan.modules:
+        if job.overrides is not None:
+            lines.append(f"  overrides the checkpoint's exclude entry {job.overrides!r} for {job.source.module}")
+    for module in plan.passed:
+        lines.append(f"  passes {module.source.module}: {module.reason}")
+    for absent in plan.absent:
+        lines.append(f"  not in this checkpoint: {absent.source}")
+    for path in plan.left_behind:
+        lines.append(f"  leaves {path} behind")
+    if options.layout is Layout.INLINE and plan.modules:
+        lines.append(
+            "  inline: the prefill path reads the quantized kv_b_proj too; --layout sidecar keeps the original"
+        )
+    return lines
+
+
+def plan_document(plan: ConversionPlan) -> dict[str, Any]:
+    """The plan for --json."""
+    from weightprep.convert.execute import needed_bytes
+
+    fates: dict[str, int] = {}
+    for fate in plan.fates:
+        fates[fate.fate.value] = fates.get(fate.fate.value, 0) + 1
+    return {
+        "source": str(plan.options.source),
+        "destination": str(plan.options.destination),
+        "recipe": plan.model.recipe.name,
+        "recipe_hash": plan.model.recipe_hash,
+        "layout": plan.options.layout.value,
+        "modules": [
+            {
+                "module": job.source.module,
+                "layer": job.plan.layer,
+                "group": job.plan.group,
+                "from": job.source.encoded.encoding.value,
+                "to": job.target_encoding,
+                "overrides_exclude": job.overrides,
+            }
+            for job in plan.modules
+        ],
+        "passed": [{"module": module.source.module, "reason": module.reason} for module in plan.passed],
+        "absent": [module.source for module in plan.absent],
+        "left_behind": [str(path) for path in plan.left_behind],
+        "tensors": fates,
+        "files": {
+            "rewritten": sum(job.rewritten for job in plan.jobs),
+            "whole": sum(not job.rewritten for job in plan.jobs),
+            "other": len(plan.copies) + len(plan.texts),
+        },
+        "bytes": sum(job.nbytes for job in plan.jobs),
+        "needed_bytes": needed_bytes(plan),
+    }
+
+
+def _nothing_reason(plan: ConversionPlan) -> str:
+    if plan.model.recipe.nothing_to_convert is not None:
+        return plan.model.recipe.nothing_to_convert
+    if plan.passed:
+        return f"{len(plan.passed)} module(s) are {plan.passed[0].reason}"
+    return "the recipe names no module of this checkpoint"
+
+
+def _show_plan(plan: ConversionPlan, *, as_json: bool, dry_run: bool) -> None:
+    document = plan_document(plan)
+    if as_json:
+        state = "planned" if plan.modules else "nothing_to_convert"
+        print_json("convert", {"state": state, "reason": None if plan.modules else _nothing_reason(plan), **document})
+        return
+    if not plan.modules:
+        print(f"nothing to convert: {_nothing_reason(plan)}")
+        say(f"no destination is written; {plan.options.source} can be used as it is")
+        return
+    for line in plan_lines(plan):
+        print(line)
+    files = document["files"]
+    print(
+        f"  {files['rewritten']} file(s) written anew, {files['whole']} linked or copied, {files['other']} small ones"
+    )
+    print(f"  needs {document['needed_bytes'] / 1e9:.2f} GB at the destination")
+    for number, module in enumerate(document["modules"]):
+        if number == 5 and len(document["modules"]) > 6:
+            print(f"  ... and {len(document['modules']) - number} more (--json lists all)")
+            break
+        print(f"  {module['module']}: {module['from']} -> {module['to']}")
+    say("dry run: nothing was written")
+
+
+def _show_result(plan: ConversionPlan, result: Result, *, as_json: bool) -> None:
+    if as_json:
+        print_json(
+            "convert",
+            {
+                "state": "done" if result.committed else "part_done",
+                "reason": None,
+                **plan_document(plan),
+                "resumed_files": result.resumed,
+                "placed": dict(result.placed),
+                "results": [record.model_dump(mode="json") for record in result.modules],
+            },
+        )
+        return
+    if not result.committed:
+        count = plan.options.part.count if plan.options.part else 1
+        print(f"part done: {len(result.modules)} module(s) converted; after all parts run --finish {count}")
+        return
+    errors = [record.quality.relative_error for record in result.modules]
+    print(f"{result.output}: {len(errors)} module(s) converted, relative error {min(errors):.4f}-{max(errors):.4f}")
+    say(f"next: weightprep verify {plan.options.source} {plan.options.destination}")
+    say(f"then: sglang serve --model-path {plan.options.destination} --load-format weightprep")

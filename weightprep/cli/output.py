@@ -1,0 +1,74 @@
+"""How every command ends: results on stdout, everything else on stderr, and one exit code for each kind of outcome.
+
+Under --json stdout carries one document with a `schema`, also when the command fails.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec
+
+import typer
+
+from weightprep.errors import WeightprepError
+
+__all__ = ["INTERRUPTED", "command", "print_json", "say"]
+
+INTERRUPTED = 130
+P = ParamSpec("P")
+
+
+def print_json(schema: str, document: Mapping[str, Any]) -> None:
+    """Print the one document of a command."""
+    json.dump({"schema": f"weightprep.{schema}/1", **document}, sys.stdout, indent=2, ensure_ascii=False)
+    sys.stdout.write("\n")
+
+
+def say(text: str = "") -> None:
+    """Tell a person something that is not the result."""
+    print(text, file=sys.stderr)
+
+
+def command(function: Callable[P, int | None]) -> Callable[P, None]:
+    """A command whose errors become messages and exit codes; `function` returns its own exit code (None: 0).
+
+    0 done; 1 a contract, quality or verification failure; 2 bad input or usage; 130 interrupted.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        as_json = bool(kwargs.get("json", False))
+        try:
+            code = function(*args, **kwargs)
+        except WeightprepError as error:
+            if as_json:
+                print_json("error", {"error": describe_error(error)})
+            say(f"error: {error}")
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            say("interrupted; what is finished has been kept: run the same command again to go on")
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            # The reader has seen enough (`| head`); flushing at exit must not complain about it either.
+            sys.stdout = None
+            raise typer.Exit(128 + signal.SIGPIPE) from None
+        raise typer.Exit(code or 0)
+
+    run.__signature__ = inspect.signature(function, eval_str=True)  # type: ignore[attr-defined]
+    return run
+
+
+def describe_error(error: WeightprepError) -> dict[str, str]:
+    """The parts of an error, for JSON."""
+    return {
+        "type": type(error).__name__,
+        "subject": error.subject,
+        "found": error.found,
+        "wanted": error.wanted,
+        "remedy": error.remedy,
+    }

@@ -1,0 +1,76 @@
+"""`weightprep recipes`: which there are, what one says, whether a file is one, and the schema that it follows."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from typing import Annotated
+
+import typer
+
+from weightprep.cli.output import command, print_json, say
+
+__all__ = ["recipes"]
+
+recipes = typer.Typer(name="recipes", help="List, show and check recipes.", no_args_is_help=True)
+
+_Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+
+
+@recipes.command("list")
+@command
+def list_(json: _Json = False) -> int | None:
+    """List the recipes that can be found, shipped ones and those in $WEIGHTPREP_RECIPES."""
+    from weightprep.recipe import list_recipes
+
+    found = list_recipes()
+    if json:
+        rows = [
+            {"name": r.name, "architectures": list(r.architectures), "description": r.description, "hash": r.hash}
+            for r in found
+        ]
+        print_json("recipes", {"recipes": rows})
+        return None
+    for recipe in found:
+        print(f"{recipe.name:24} {', '.join(recipe.architectures)}\n{'':24} {recipe.description}")
+    return None
+
+
+@recipes.command()
+@command
+def show(name: Annotated[str, typer.Argument(help="Recipe name or YAML file.")], json: _Json = False) -> int | None:
+    """Print a recipe with every default filled in."""
+    import yaml
+
+    from weightprep.recipe import load_recipe
+
+    recipe = load_recipe(name)
+    content = recipe.model_dump(mode="json", by_alias=True)
+    if json:
+        print_json("recipe", {"hash": recipe.hash, "recipe": content})
+    else:
+        print(yaml.safe_dump(content, sort_keys=False), end="")
+    return None
+
+
+@recipes.command()
+@command
+def check(file: Annotated[str, typer.Argument(help="Recipe name or YAML file.")], json: _Json = False) -> int | None:
+    """Check a recipe: its keys, its expressions, and that each step can follow the one before."""
+    from weightprep.recipe import load_recipe
+
+    recipe = load_recipe(file)
+    if json:
+        print_json("recipe-check", {"name": recipe.name, "hash": recipe.hash, "modules": list(recipe.modules)})
+    else:
+        say(f"{recipe.name}: sound, {len(recipe.modules)} module(s)")
+    return None
+
+
+@recipes.command()
+@command
+def schema() -> int | None:
+    """Print the JSON Schema of recipes, for editors."""
+    from weightprep.recipe import Recipe
+
+    print(jsonlib.dumps(Recipe.model_json_schema(by_alias=True), indent=2))
+    return None

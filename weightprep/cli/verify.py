@@ -1,0 +1,61 @@
+"""`weightprep verify`: whether a result is exactly what the conversion of its source must be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weightprep.cli.output import command, print_json, say
+
+__all__ = ["verify"]
+
+_SHOWN = 20
+
+
+@command
+def verify(
+    src: Annotated[Path, typer.Argument(help="The checkpoint that was converted.")],
+    dst: Annotated[Path, typer.Argument(help="The result; SRC again for a sidecar that was added to it.")],
+    recipe: Annotated[str | None, typer.Option(help="Recipe name or file, where the manifest's is not found.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> int | None:
+    """Read source and result again, and compare every tensor, the index, the config and every other file.
+
+    Converted tensors are converted afresh and compared bit for bit. Exit code 1 if anything differs.
+
+    Example:
+
+      weightprep verify GLM-5.2 GLM-5.2-prepared
+    """
+    from weightprep.convert.verify import verify as judge
+
+    verdict = judge(src, dst, recipe=recipe)
+    if json:
+        print_json(
+            "verify",
+            {
+                "ok": not verdict.findings,
+                "tensors": verdict.tensors,
+                "modules": verdict.modules,
+                "files": verdict.files,
+                "findings": [
+                    {"subject": finding.subject, "found": finding.found, "wanted": finding.wanted}
+                    for finding in verdict.findings
+                ],
+            },
+        )
+    else:
+        for finding in verdict.findings[:_SHOWN]:
+            print(finding)
+        if len(verdict.findings) > _SHOWN:
+            print(f"... and {len(verdict.findings) - _SHOWN} more (--json lists all)")
+        if not verdict.findings:
+            print(
+                f"{dst}: sound; {verdict.tensors} tensors compared, {verdict.modules} module(s) converted afresh, "
+                f"{verdict.files} other files"
+            )
+    if verdict.findings:
+        say(f"{len(verdict.findings)} finding(s): do not serve {dst}; convert again")
+    return 1 if verdict.findings else None

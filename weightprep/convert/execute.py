@@ -1,0 +1,212 @@
+"""Carries a plan out: files in parallel, index, config and manifest last, then one rename.
+
+At every moment the destination either does not exist or is complete. What an interrupted run has finished is kept
+beside it, in the partial directory, and the same command goes on from there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightprep import __version__
+from weightprep.checkpoint.manifest import MANIFEST_NAME, SIDECAR_MANIFEST, Manifest, ModuleRecord
+from weightprep.checkpoint.writer import fsync_directory
+from weightprep.convert.files import FileRunner, Progress, ResumableError, check_unchanged
+from weightprep.convert.journal import Entry, Journal, claim, finished_files, tree_of
+from weightprep.convert.options import ConvertOptions, Layout, LinkMode, Part, nearest_existing
+from weightprep.convert.placing import can_link, place_file, replace_file, write_bytes
+from weightprep.convert.plan import ConversionPlan
+from weightprep.errors import CheckpointError, QualityError, WeightprepError
+
+__all__ = ["Result", "execute", "needed_bytes"]
+
+# Left free for the file system's own bookkeeping.
+_SPARE_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a run did.
+
+    :param committed: whether the destination now exists; not so for one part of a job array
+    :param resumed: files that an earlier run had finished
+    :param placed: how files came over ("hard", "reflink", "copy", "rewritten") -> how many, in this run
+    :param modules: records of the converted modules, in the recipe's order; of this part only where not committed
+    """
+
+    output: Path
+    committed: bool
+    resumed: int
+    placed: Mapping[str, int]
+    modules: tuple[ModuleRecord, ...]
+
+
+def needed_bytes(plan: ConversionPlan) -> int:
+    """Bytes that a run from the beginning writes."""
+    directory = nearest_existing(plan.options.output)
+    link = plan.options.link
+    shards = sum(job.nbytes for job in plan.jobs if job.rewritten or not can_link(job.source, directory, link))
+    return shards + sum(path.stat().st_size for path in plan.copies.values()) + sum(map(len, plan.texts.values()))
+
+
+def execute(plan: ConversionPlan, progress: Progress) -> Result:
+    """Do the plan's part of the work, and commit where that completes it.
+
+    :raises CheckpointError: the disk is too small, the source changed, a value cannot be converted, another process
+        is at work
+    :raises ResumableError: reading or writing failed
+    :raises QualityError: a module is below its floor, unless that is allowed
+    :raises KeyboardInterrupt: interrupted; what is finished is kept
+    """
+    options, partial = plan.options, plan.options.partial
+    part = options.part or Part(1, 1)
+    summary = {"source": str(options.source), "destination": str(options.destination), "files": len(plan.jobs)}
+    try:
+        claim(partial, plan.identity, part.count, summary, overwrite=options.overwrite)
+        with Journal(partial, part) as journal:
+            return _locked(plan, part, journal, progress)
+    except OSError as error:
+        raise ResumableError(
+            error.filename or partial,
+            found=error.strerror or type(error).__name__,
+            wanted="to read and write the whole conversion",
+            remedy="mend the disk or free some space, and run the same command again: it goes on where it stopped",
+        ) from error
+
+
+def _locked(plan: ConversionPlan, part: Part, journal: Journal, progress: Progress) -> Result:
+    options, partial = plan.options, plan.options.partial
+    done = finished_files(partial)
+    mine = [job for number, job in enumerate(plan.jobs) if number % part.count == part.index - 1]
+    todo = [] if options.finish else [job for job in mine if job.name not in done]
+    try:
+        _check_space(plan, done)
+        runner = FileRunner(plan, journal, progress)
+        runner.run(todo)
+        done |= runner.entries
+        records = _records(plan, done)
+        below = _check_quality(plan, records)
+        if options.part is not None and not options.finish:
+            return Result(options.output, False, len(mine) - len(todo), runner.placed, records)
+        _check_complete(plan, done)
+        _write_rest(plan, records, below)
+    except ResumableError:
+        raise
+    except WeightprepError:
+        # Bad values or a changed source: the partial result is worth nothing. Parts of a job array leave each other's
+        # work alone.
+        if part.count == 1:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    _commit(options)
+    return Result(options.output, True, len(plan.jobs) - len(todo), runner.placed, records)
+
+
+def _check_space(plan: ConversionPlan, done: Mapping[str, Entry]) -> None:
+    finished = sum(job.nbytes for job in plan.jobs if job.name in done and job.rewritten)
+    needed = needed_bytes(plan) - finished + _SPARE_BYTES
+    status = os.statvfs(plan.options.partial)
+    free = status.f_bavail * status.f_frsize
+    if needed > free:
+        raise CheckpointError(
+            plan.options.output,
+            found=f"{free:,} bytes free",
+            wanted=f"{needed:,} bytes",
+            remedy="free some space, choose another disk, or let untouched shards be linked (--link auto, same disk)",
+        )
+
+
+def _records(plan: ConversionPlan, done: Mapping[str, Entry]) -> tuple[ModuleRecord, ...]:
+    by_module = {record.module: record for entry in done.values() for record in entry.modules}
+    return tuple(by_module[m.source.module] for m in plan.modules if m.source.module in by_module)
+
+
+def _check_quality(plan: ConversionPlan, records: Sequence[ModuleRecord]) -> tuple[str, ...]:
+    """The modules below their recipe's floor.
+
+    :raises QualityError: there are some, and that was not allowed
+    """
+    floors = {job.source.module: job.plan.min_sqnr_db for job in plan.modules}
+    below = [
+        record
+        for record in records
+        if (floor := floors[record.module]) is not None
+        and record.quality.sqnr_db is not None
+        and record.quality.sqnr_db < floor
+    ]
+    if below and not plan.options.allow_quality_loss:
+        worst = min(below, key=lambda record: record.quality.sqnr_db or 0.0)
+        raise QualityError(
+            worst.module,
+            found=f"{worst.quality.sqnr_db:.2f} dB SQNR ({len(below)} module(s) below the floor)",
+            wanted=f"at least {floors[worst.module]:g} dB",
+            remedy="keep this precision off the layer, or convert all the same with --allow-quality-loss (recorded)",
+        )
+    return tuple(record.module for record in below)
+
+
+def _check_complete(plan: ConversionPlan, done: Mapping[str, Entry]) -> None:
+    missing = [job.name for job in plan.jobs if job.name not in done]
+    if missing:
+        raise ResumableError(
+            plan.options.partial,
+            found=f"{len(missing)} of {len(plan.jobs)} files not done, {missing[0]} first",
+            wanted="every part of the job array finished",
+            remedy="run the missing parts (--part i/n), then --finish again",
+        )
+
+
+def _write_rest(plan: ConversionPlan, records: tuple[ModuleRecord, ...], below: tuple[str, ...]) -> None:
+    """Everything that is no shard: other files first, config and index after them, the manifest last."""
+    options, tree = plan.options, tree_of(plan.options.partial)
+    for relative, source in plan.copies.items():
+        _copy_small(plan, source, tree / relative)
+    for relative, text in plan.texts.items():
+        write_bytes(tree / relative, text)
+    manifest = Manifest(
+        tool_version=__version__,
+        layout=options.layout.value,
+        recipe=plan.model.recipe.name,
+        recipe_hash=plan.model.recipe_hash,
+        precision=dict(options.precision) if isinstance(options.precision, Mapping) else options.precision,
+        nextn=options.nextn,
+        requantize=options.requantize,
+        quality_loss_allowed=options.allow_quality_loss,
+        below_floor=below,
+        dropped=plan.dropped,
+        modules=records,
+    ).to_json()
+    if options.layout is Layout.SIDECAR:
+        write_bytes(tree / (SIDECAR_MANIFEST.name if options.in_place else SIDECAR_MANIFEST), manifest)
+    if not options.in_place:
+        write_bytes(tree / MANIFEST_NAME, manifest)
+    for directory, _, _ in os.walk(tree):
+        fsync_directory(Path(directory))
+
+
+def _copy_small(plan: ConversionPlan, source: Path, target: Path) -> None:
+    """Never a link: tokenizer and template files are edited in place by their users."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(target.name + ".tmp")
+    temporary.unlink(missing_ok=True)
+    check_unchanged([plan.stamps[source]])
+    place_file(source, temporary, LinkMode.COPY, lambda _: None)
+    replace_file(temporary, target)
+
+
+def _commit(options: ConvertOptions) -> None:
+    """The one rename. What it replaces is moved aside first and removed only after it."""
+    output, replaced = options.output, options.output.with_name(options.output.name + ".replaced")
+    if output.exists():
+        if any(output.iterdir()):
+            output.rename(replaced)
+        else:
+            output.rmdir()
+    tree_of(options.partial).rename(output)
+    fsync_directory(output.parent)
+    shutil.rmtree(options.partial, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)

@@ -1,0 +1,158 @@
+"""Writes the files of a plan with a few threads: bytes move in the kernel or in torch, which hold no lock of Python's.
+
+A file counts as finished when it is synced under its final name and its line is in the journal, in this order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Protocol
+
+from weightprep.checkpoint.manifest import ModuleRecord
+from weightprep.checkpoint.repository import TensorRef
+from weightprep.checkpoint.writer import ShardWriter, fsync_directory
+from weightprep.convert.journal import Entry, Journal, tree_of
+from weightprep.convert.module import convert_module
+from weightprep.convert.placing import place_file, replace_file
+from weightprep.convert.plan import ConversionPlan, ShardJob, SourceStamp
+from weightprep.errors import CheckpointError
+
+__all__ = ["FileRunner", "Progress", "ResumableError", "check_unchanged"]
+
+
+class ResumableError(CheckpointError):
+    """Reading or writing failed: what is finished has been kept, and the same command goes on from there."""
+
+
+class Progress(Protocol):
+    """Who wants to know how far a conversion is; called from several threads."""
+
+    def begin(self, file: str, nbytes: int) -> None:
+        """Work on `file` begins."""
+
+    def advance(self, file: str, nbytes: int) -> None:
+        """`nbytes` more of `file` are there."""
+
+    def end(self, file: str) -> None:
+        """`file` is finished."""
+
+
+class _StoppedError(Exception):
+    """This file was given up because another one failed, or because of an interrupt."""
+
+
+class FileRunner:
+    """The threads of one run and what they have finished.
+
+    :ivar entries: file -> journal entry
+    :ivar placed: "hard", "reflink", "copy" or "rewritten" -> how many files
+    """
+
+    def __init__(self, plan: ConversionPlan, journal: Journal, progress: Progress) -> None:
+        self.entries: dict[str, Entry] = {}
+        self.placed: dict[str, int] = {}
+        self._plan = plan
+        self._journal = journal
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+
+    def run(self, jobs: Sequence[ShardJob]) -> None:
+        """Write the files of `jobs`; the first failure, or an interrupt, stops the others at their next chunk."""
+        workers = min(self._plan.options.workers, len(jobs))
+        if workers <= 1:
+            # No pool: a debugger works, and an interrupt arrives where the work is.
+            for job in jobs:
+                self._one(job)
+            return
+        with ThreadPoolExecutor(workers) as pool:
+            futures = [pool.submit(self._one, job) for job in jobs]
+            try:
+                _, unfinished = wait(futures, return_when=FIRST_EXCEPTION)
+                if unfinished:
+                    self._stop.set()
+            except BaseException:
+                self._stop.set()
+                raise
+            finally:
+                pool.shutdown(cancel_futures=True)
+        failures = [f.exception() for f in futures if not f.cancelled()]
+        for failure in failures:
+            if failure is not None and not isinstance(failure, _StoppedError):
+                raise failure
+
+    def _one(self, job: ShardJob) -> None:
+        final = tree_of(self._plan.options.partial) / job.name
+        final.parent.mkdir(parents=True, exist_ok=True)
+        temporary = final.with_name(final.name + ".tmp")
+        temporary.unlink(missing_ok=True)
+        self._progress.begin(job.name, job.nbytes)
+        sources = {job.source, *(ref.path for module in job.modules for ref in module.source_refs)}
+        stamps = [self._plan.stamps[path] for path in sources]
+        check_unchanged(stamps)
+        try:
+            if job.rewritten:
+                records, how = self._rewrite(job, temporary), "rewritten"
+            else:
+                records, how = (), place_file(job.source, temporary, self._plan.options.link, self._on_bytes(job))
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        check_unchanged(stamps)
+        replace_file(temporary, final)
+        fsync_directory(final.parent)
+        with self._lock:
+            entry = Entry(job.name, job.nbytes, records)
+            self._journal.add(entry)
+            self.entries[job.name] = entry
+            self.placed[how] = self.placed.get(how, 0) + 1
+        self._progress.end(job.name)
+
+    def _rewrite(self, job: ShardJob, path: Path) -> tuple[ModuleRecord, ...]:
+        records = []
+        on_bytes = self._on_bytes(job)
+        with ShardWriter(path, [t.info for t in job.tensors], job.metadata or {}, on_bytes=on_bytes) as writer:
+            copied: list[TensorRef] = [tensor.copied for tensor in job.tensors if tensor.copied is not None]
+            writer.copy(copied)
+            for module in job.modules:
+                converted = convert_module(module, self._plan.model.dims, self._plan.options.listed(job.name))
+                for role, tensor in converted.tensors.items():
+                    writer.write(module.outputs[role].name, tensor)
+                records.append(converted.record)
+                if self._stop.is_set():
+                    raise _StoppedError
+            writer.finish()
+        return tuple(records)
+
+    def _on_bytes(self, job: ShardJob) -> Callable[[int], None]:
+        def advance(nbytes: int) -> None:
+            if self._stop.is_set():
+                raise _StoppedError
+            self._progress.advance(job.name, nbytes)
+
+        return advance
+
+
+def check_unchanged(stamps: Sequence[SourceStamp]) -> None:
+    """Refuse source files that are no longer what was planned with.
+
+    :raises CheckpointError: size, modification time or header differ
+    """
+    for stamp in stamps:
+        try:
+            now = SourceStamp.of(stamp.path)
+        except FileNotFoundError:
+            found = "no file any more"
+        else:
+            if now == stamp:
+                continue
+            found = f"{now.size} bytes, modified at {now.mtime_ns} ns, first bytes {now.head_sha256[:8]}"
+        raise CheckpointError(
+            stamp.path,
+            found=found,
+            wanted=f"what the plan was made from: {stamp.size} bytes, {stamp.mtime_ns} ns, {stamp.head_sha256[:8]}",
+            remedy="let whatever writes the source finish, then convert again",
+        )

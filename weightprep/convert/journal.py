@@ -1,0 +1,189 @@
+"""What a conversion has already done, on disk, so that a killed run goes on and a foreign one is refused.
+
+The partial destination holds `plan.json`, which says which conversion this is; one journal per part; and `files/`,
+which becomes the destination in one rename. A journal has a line of JSON for every finished file, to be read by
+people as well; it is written, and synced, only after the file that it speaks of has been synced under its final name.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from weightprep.checkpoint.json_file import read_object
+from weightprep.checkpoint.manifest import ModuleRecord
+from weightprep.checkpoint.writer import fsync_directory
+from weightprep.convert.options import Part
+from weightprep.errors import CheckpointError
+
+__all__ = ["Entry", "Journal", "claim", "finished_files", "tree_of"]
+
+_PLAN = "plan.json"
+_FILES = "files"
+_MAX_PLAN_BYTES = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One finished file: its size, and the records of the modules that were converted into it."""
+
+    file: str
+    nbytes: int
+    modules: tuple[ModuleRecord, ...]
+
+
+def tree_of(partial: Path) -> Path:
+    """Where, in the working directory `partial`, the destination's files are."""
+    return partial / _FILES
+
+
+def claim(partial: Path, identity: str, parts: int, summary: Mapping[str, Any], *, overwrite: bool) -> None:
+    """Make `partial` the working directory of the conversion `identity`, or find that it already is.
+
+    :param parts: how many journals the work is spread over
+    :param summary: further fields for a person who finds the directory
+    :param overwrite: remove another conversion's partial result that nobody is working on
+    :raises CheckpointError: another conversion's partial result is there, or something else
+    """
+    plan_path = partial / _PLAN
+    if plan_path.exists() and not tree_of(partial).exists():
+        # Left by a run that was killed between its last rename and the clearing up.
+        _discard(partial)
+    elif partial.exists() and not plan_path.exists():
+        strangers = [entry for entry in partial.iterdir() if entry.name != _FILES and not entry.name.startswith(_PLAN)]
+        if strangers:
+            raise _foreign(partial, "files that no conversion of weightprep left there")
+    tree_of(partial).mkdir(parents=True, exist_ok=True)
+    if _claimed(partial, identity, parts, summary):
+        return
+    if not overwrite:
+        raise _foreign(partial, "the partial result of another conversion, or of this one before its source changed")
+    _discard(partial)
+    claim(partial, identity, parts, summary, overwrite=False)
+
+
+def _claimed(partial: Path, identity: str, parts: int, summary: Mapping[str, Any]) -> bool:
+    """Put the plan down, or compare with the one that is there."""
+    # Written under a name of its own and linked: of two processes that start at once, one plan wins whole.
+    wanted = {"identity": identity, "parts": parts}
+    draft = partial / f"{_PLAN}.{os.uname().nodename}.{os.getpid()}"
+    with draft.open("w") as file:
+        json.dump({**wanted, **summary}, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(draft, partial / _PLAN)
+    except FileExistsError:
+        found = read_object(partial / _PLAN, max_bytes=_MAX_PLAN_BYTES)
+        return {key: found.get(key) for key in wanted} == wanted
+    finally:
+        draft.unlink()
+    fsync_directory(partial)
+    return True
+
+
+def _discard(partial: Path) -> None:
+    for path in partial.glob("journal-*.jsonl"):
+        with path.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _busy(partial) from None
+    shutil.rmtree(partial)
+
+
+def _foreign(partial: Path, found: str) -> CheckpointError:
+    return CheckpointError(
+        partial,
+        found=found,
+        wanted="the partial result of this very conversion, or nothing",
+        remedy="repeat the command that began it, or remove the directory (--overwrite does)",
+    )
+
+
+def _busy(partial: Path) -> CheckpointError:
+    return CheckpointError(
+        partial,
+        found="another process that is writing into it",
+        wanted="one conversion at a time per destination",
+        remedy="wait for it, or choose another destination",
+    )
+
+
+class Journal:
+    """The journal of one part, locked for this process while it is open.
+
+    :raises CheckpointError: another process holds it
+    """
+
+    def __init__(self, partial: Path, part: Part) -> None:
+        self._path = partial / f"journal-{part.index}-of-{part.count}.jsonl"
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alive = self._path.stat().st_ino == os.fstat(self._fd).st_ino
+        except (BlockingIOError, FileNotFoundError):
+            alive = False
+        if not alive:
+            os.close(self._fd)
+            raise _busy(partial)
+        self._end_line()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._fd)
+
+    def add(self, entry: Entry) -> None:
+        """Record a finished file."""
+        line = {
+            "file": entry.file,
+            "bytes": entry.nbytes,
+            "modules": [record.model_dump(mode="json") for record in entry.modules],
+        }
+        os.write(self._fd, (json.dumps(line, ensure_ascii=False) + "\n").encode())
+        os.fsync(self._fd)
+
+    def _end_line(self) -> None:
+        """End a line that a killed run left unfinished; it is not valid JSON and will be ignored."""
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+            os.write(self._fd, b"\n")
+
+
+def finished_files(partial: Path) -> dict[str, Entry]:
+    """Every file that a journal calls finished and that is there in its full size."""
+    entries: dict[str, Entry] = {}
+    for path in sorted(partial.glob("journal-*.jsonl")):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            entry = _parse(line)
+            if entry is not None and _size(tree_of(partial) / entry.file) == entry.nbytes:
+                entries[entry.file] = entry
+    return entries
+
+
+def _parse(line: str) -> Entry | None:
+    try:
+        data = json.loads(line)
+        return Entry(data["file"], data["bytes"], tuple(ModuleRecord.model_validate(m) for m in data["modules"]))
+    except (ValueError, KeyError, TypeError):
+        # The line of a run that was killed while it wrote it: its file is done again.
+        return None
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None

@@ -1,0 +1,70 @@
+"""Converts one module: reads its tensors, runs the recipe's store steps and measures what they cost."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from weightprep.checkpoint.manifest import ModuleRecord
+from weightprep.checkpoint.reader import read_tensor
+from weightprep.checkpoint.writer import as_bytes
+from weightprep.convert.plan import ModuleJob
+from weightprep.convert.quality import measure
+from weightprep.transforms import Bundle, StepContext, run_steps
+
+__all__ = ["Converted", "convert_module", "stored_tensors"]
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A converted module.
+
+    :param tensors: role -> tensor, as the file will hold it
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    record: ModuleRecord
+
+
+def convert_module(job: ModuleJob, dims: Mapping[str, int], file: str) -> Converted:
+    """Convert the module of `job`.
+
+    :param file: the file that the result goes into, for the record
+    :raises CheckpointError: a value cannot be converted (NaN, infinity), or the source cannot be read
+    """
+    source = job.source
+    weight = read_tensor(source.weight)
+    scale = read_tensor(source.scale) if source.scale else None
+    bundle = Bundle.source(weight, scale, source.encoded)
+    stored = run_steps(job.plan.store, bundle, StepContext(dims=dims, name=source.weight.name))
+    tensors = stored_tensors(job, stored)
+    one_scale = stored.get("scale")
+    record = ModuleRecord(
+        module=source.module,
+        layer=job.plan.layer,
+        group=job.plan.group,
+        file=file,
+        source_encoding=source.encoded.encoding.value,
+        target_encoding=job.target_encoding,
+        source_sha256={ref.name: _sha256(t) for ref, t in zip(job.source_refs, bundle.values(), strict=True)},
+        target_sha256={job.outputs[role].name: _sha256(tensor) for role, tensor in tensors.items()},
+        scale=float(one_scale) if one_scale is not None and one_scale.numel() == 1 else None,
+        quality=measure(bundle, stored, heads=dims.get("heads")),
+        overrides_exclude=job.overrides,
+    )
+    return Converted(tensors, record)
+
+
+def stored_tensors(job: ModuleJob, stored: Bundle) -> dict[str, torch.Tensor]:
+    """The tensors of `stored` in the shapes that `job` plans: one scale is repeated where every block gets its own."""
+    return {
+        role: stored[role].expand(info.shape).contiguous() if role == "scale" else stored[role]
+        for role, info in job.outputs.items()
+    }
+
+
+def _sha256(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(as_bytes(tensor.contiguous())).hexdigest()

@@ -1,0 +1,243 @@
+"""Makes the plan: which tensors the recipe names, what becomes of each, and every refusal that headers allow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from weightprep.checkpoint.header import TensorInfo
+from weightprep.checkpoint.manifest import MANIFEST_NAME
+from weightprep.checkpoint.reader import SourceModule, find_module
+from weightprep.checkpoint.repository import INDEX_NAME, Checkpoint
+from weightprep.checkpoint.writer import describe
+from weightprep.convert.inline import inline_jobs, inline_texts
+from weightprep.convert.options import PARTIAL_SUFFIX, SIDECAR_DIR, ConvertOptions, Layout
+from weightprep.convert.plan import ConversionPlan, Fate, ModuleJob, PassedModule, SourceStamp, TensorFate
+from weightprep.convert.quant_config import Modules, StoredScale, overridden_entries, storage_for
+from weightprep.convert.runtime_names import linear_modules
+from weightprep.convert.sidecar import sidecar_jobs
+from weightprep.errors import CheckpointError, RecipeError
+from weightprep.formats import Encoding
+from weightprep.recipe import ModelPlan, ModulePlan, find_recipe, load_recipe, resolve
+from weightprep.recipe.resolve import NEXTN_GROUP
+from weightprep.transforms import Form, check_composition
+from weightprep.transforms.split_kv_b import kv_b_shape, split_kv_b
+
+__all__ = ["layer_prefix", "make_plan", "plan_contents", "plan_model"]
+
+_SIDECAR_SCALE = StoredScale(".weight_scale", None)
+
+
+def plan_model(checkpoint: Checkpoint, options: ConvertOptions) -> ModelPlan:
+    """What the recipe, named or found by architecture, asks of this checkpoint.
+
+    :raises RecipeError: no recipe knows the architecture, or the recipe does not fit the config
+    """
+    if options.recipe is not None:
+        recipe = load_recipe(options.recipe)
+    elif checkpoint.config.architectures:
+        model_type = checkpoint.config.raw.get("model_type")
+        recipe = find_recipe(checkpoint.config.architectures[0], model_type if isinstance(model_type, str) else None)
+    else:
+        raise RecipeError(
+            checkpoint.root / "config.json",
+            found="no architectures",
+            wanted="the name of the model's class",
+            remedy="name the recipe with --recipe; `weightprep recipes list` shows them",
+        )
+    return resolve(recipe, checkpoint.config.raw, precision=options.precision, nextn=options.nextn)
+
+
+def make_plan(options: ConvertOptions) -> ConversionPlan:
+    """Plan the conversion that `options` ask for; reads headers and configs only, and writes nothing.
+
+    :raises WeightprepError: as :func:`plan_contents`, or the destination cannot be used
+    """
+    options.check_destination()
+    return plan_contents(options)
+
+
+def plan_contents(options: ConvertOptions) -> ConversionPlan:
+    """The plan without a look at the destination.
+
+    :raises WeightprepError: the source is no sound checkpoint, or it does not fit the recipe or the layout
+    """
+    checkpoint = Checkpoint.open(options.source)
+    model = plan_model(checkpoint, options)
+    found, absent = _find_modules(checkpoint, model)
+    passed = [
+        PassedModule(plan, source, reason)
+        for plan, source in found
+        if (reason := _pass_reason(plan, source, _target(plan, source), options)) is not None
+    ]
+    done = {module.source.module for module in passed}
+    todo = [(plan, source) for plan, source in found if source.module not in done]
+    names = _module_names(checkpoint, model, [source.module for _, source in todo])
+    overridden = overridden_entries(checkpoint.config, names)
+    scale = storage_for(checkpoint.config) if todo and options.layout is Layout.INLINE else _SIDECAR_SCALE
+    jobs = [_job(plan, source, scale, overridden.get(source.module)) for plan, source in todo]
+    if options.layout is Layout.INLINE:
+        shards = inline_jobs(checkpoint, jobs)
+        texts = inline_texts(checkpoint, shards, names) if jobs else {}
+    else:
+        shards = sidecar_jobs(checkpoint, jobs, in_place=options.in_place)
+        texts = {}
+    copies, left = _other_files(checkpoint, options, texts)
+    stamped = [*(header.path for header in checkpoint.shards.values()), *copies.values()]
+    return ConversionPlan(
+        options=options,
+        checkpoint=checkpoint,
+        model=model,
+        jobs=shards,
+        copies=copies,
+        texts=texts,
+        fates=_fates(checkpoint, jobs, passed, options.layout),
+        stamps={path: SourceStamp.of(path) for path in stamped},
+        passed=tuple(passed),
+        absent=tuple(absent),
+        left_behind=tuple(left),
+    )
+
+
+def _find_modules(
+    checkpoint: Checkpoint, model: ModelPlan
+) -> tuple[list[tuple[ModulePlan, SourceModule]], list[ModulePlan]]:
+    """The modules that the checkpoint has, and those of layers that it does not have at all.
+
+    :raises RecipeError: a layer is there without a module that the recipe wants of it
+    """
+    block = (checkpoint.config.quantization or {}).get("weight_block_size")
+    hint = (int(block[0]), int(block[1])) if isinstance(block, list) and len(block) == 2 else None
+    layers = {prefix for name in checkpoint.tensors for prefix in _prefixes(name)}
+    found: list[tuple[ModulePlan, SourceModule]] = []
+    absent: list[ModulePlan] = []
+    missing: list[ModulePlan] = []
+    for plan in model.modules:
+        source = find_module(checkpoint.tensors, plan.source, block_hint=hint)
+        if source is not None:
+            _check_shape(plan, source, model.dims)
+            found.append((plan, source))
+        elif plan.optional and layer_prefix(plan) not in layers:
+            absent.append(plan)
+        else:
+            missing.append(plan)
+    if missing:
+        raise RecipeError(
+            f"recipe {model.recipe.name}: {missing[0].source}",
+            found=f"{len(found)} of {len(model.modules)} modules in the checkpoint",
+            wanted=f"all {len(model.modules)}, as config.json says",
+            remedy="check that the recipe fits the model (`weightprep recipes show`) and that the download is complete",
+        )
+    return found, absent
+
+
+def _check_shape(plan: ModulePlan, source: SourceModule, dims: Mapping[str, int]) -> None:
+    """Find out before the conversion what loading would find out after it.
+
+    :raises CheckpointError: config.json's dims do not fit the weight
+    """
+    if any(step.name == split_kv_b.name for step in plan.load):
+        found, wanted = (source.encoded.rows, source.encoded.cols), kv_b_shape(dims)
+        if found != wanted:
+            raise CheckpointError(
+                source.weight.name,
+                found=f"shape {list(found)}",
+                wanted=f"{list(wanted)} for " + ", ".join(f"{name} {size}" for name, size in dims.items()),
+                remedy="config.json and the weights belong to different models: take both from one repository",
+            )
+
+
+def layer_prefix(plan: ModulePlan) -> str:
+    """ "model.layers.78" of "model.layers.78.self_attn.kv_b_proj"."""
+    head, separator, _ = plan.source.partition(f".{plan.layer}.")
+    return head + separator.rstrip(".")
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[: position + 1]) for position, part in enumerate(parts) if part.isdecimal()]
+
+
+def _target(plan: ModulePlan, source: SourceModule) -> Encoding:
+    given = Form(False, frozenset({source.encoded.encoding}))
+    made = check_composition(plan.store, given, f"{plan.source}: store")
+    (encoding,) = made.encodings
+    return encoding
+
+
+def _pass_reason(plan: ModulePlan, source: SourceModule, target: Encoding, options: ConvertOptions) -> str | None:
+    stored = source.encoded.encoding
+    if stored is not target and not plan.store_for(stored, requantize=options.requantize):
+        return f"already {stored.value}; storing it again under one scale costs accuracy for good (--requantize)"
+    return f"already {stored.value}" if stored is target else None
+
+
+def _job(plan: ModulePlan, source: SourceModule, scale: StoredScale, overrides: str | None) -> ModuleJob:
+    """:raises CheckpointError: the result has no form that this layout can store."""
+    target = _target(plan, source)
+    rows, cols = source.encoded.rows, source.encoded.cols
+    outputs: dict[str, TensorInfo] = {}
+    if target is Encoding.FP8_TENSOR:
+        outputs["weight"] = describe(f"{source.module}.weight", torch.float8_e4m3fn, (rows, cols))
+        outputs["scale"] = describe(source.module + scale.suffix, torch.float32, scale.shape(rows, cols))
+        return ModuleJob(plan, source, target.value, outputs, overrides)
+    raise CheckpointError(
+        source.weight.name,
+        found=f"a conversion from {source.encoded.encoding.value} to {target.value}",
+        wanted="a result that can be stored: fp8 with one scale",
+        remedy="choose another --precision",
+    )
+
+
+def _module_names(checkpoint: Checkpoint, model: ModelPlan, quantized: Sequence[str]) -> Modules:
+    linears = linear_modules((name, ref.shape) for name, ref in checkpoint.tensors.items())
+    # Asked again, because a NextN layer that is kept has its names too.
+    every = resolve(model.recipe, checkpoint.config.raw).modules
+    nextn = list(dict.fromkeys(layer_prefix(plan) for plan in every if plan.group == NEXTN_GROUP))
+    return Modules(quantized, linears, nextn)
+
+
+def _other_files(
+    checkpoint: Checkpoint, options: ConvertOptions, texts: Mapping[Path, bytes]
+) -> tuple[dict[Path, Path], list[Path]]:
+    """The files that come along, and those that must not: another conversion's, and unindexed weights."""
+    if options.in_place:
+        return {}, []
+    copies: dict[Path, Path] = {}
+    left: list[Path] = []
+    for relative in checkpoint.other_files:
+        ours = relative.parts[0] in (SIDECAR_DIR, SIDECAR_DIR + PARTIAL_SUFFIX, MANIFEST_NAME)
+        if ours or relative.suffix == ".safetensors":
+            left.append(relative)
+        elif relative not in texts:
+            copies[relative] = (checkpoint.root / relative).resolve()
+    if checkpoint.index_path is not None and Path(INDEX_NAME) not in texts:
+        copies[Path(INDEX_NAME)] = checkpoint.index_path.resolve()
+    return copies, left
+
+
+def _fates(
+    checkpoint: Checkpoint, jobs: Sequence[ModuleJob], passed: Sequence[PassedModule], layout: Layout
+) -> tuple[TensorFate, ...]:
+    """One fate for every tensor of the source."""
+    if layout is Layout.SIDECAR:
+        return tuple(
+            TensorFate(name, Fate.PASSED, "sidecar: the checkpoint stays as it is") for name in checkpoint.tensors
+        )
+    fates: dict[str, TensorFate] = {}
+    for job in jobs:
+        rule = f"{job.source.encoded.encoding.value} -> {job.target_encoding}"
+        kept = {info.name for info in job.outputs.values()}
+        for ref in job.source_refs:
+            fate = Fate.TRANSFORMED if ref.name in kept else Fate.DROPPED
+            fates[ref.name] = TensorFate(
+                ref.name, fate, rule if ref.name in kept else "its weight is stored with another scale"
+            )
+    for module in passed:
+        for ref in (module.source.weight, *((module.source.scale,) if module.source.scale else ())):
+            fates[ref.name] = TensorFate(ref.name, Fate.PASSED, module.reason)
+    return tuple(
+        fates.get(name) or TensorFate(name, Fate.PASSED, "not named by the recipe") for name in checkpoint.tensors
+    )
