@@ -10,7 +10,8 @@ import torch
 from compress_oracle import Ring, compressed
 
 from weightprep.errors import ContractError
-from weightprep.runtime.compress import Backend, compress_decode, compress_prefill, gate_score
+from weightprep.runtime.compress import compress_decode, compress_prefill, gate_score
+from weightprep.runtime.kernel_choice import Backend
 
 BF16, F32 = torch.bfloat16, torch.float32
 POISON = float("nan")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weightprep.errors import ContractError
-from weightprep.runtime.compress import Backend
+from weightprep.runtime.kernel_choice import Backend
 from weightprep.runtime.rms_quant import quantize_groups, rms_norm_quantize
 from weightprep.runtime.scale_layout import GroupScaleLayout
 
@@ -17,20 +17,20 @@ SHAPES = [(1, 128), (1, 384), (3, 512), (5, 1536), (2, 200), (17, 13), (4, 7168)
 FORMATS = {torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn, torch.float8_e4m3fnuz: ml_dtypes.float8_e4m3fnuz}
 
 
-def oracle(x: np.ndarray, group: int, fp8: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+def oracle(x: np.ndarray, fp8: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
     """Bytes and scales in float32 NumPy, one group at a time."""
     target = FORMATS[fp8]
     top = np.float32(ml_dtypes.finfo(target).max)
     rows, columns = x.shape
-    groups = -(-columns // group)
+    groups = -(-columns // 128)
     q, scale = np.zeros((rows, columns), np.uint8), np.zeros((rows, groups), np.float32)
     for row in range(rows):
         for g in range(groups):
-            part = x[row, g * group : (g + 1) * group]
+            part = x[row, g * 128 : (g + 1) * 128]
             amax = np.float32(max(np.abs(part).max(), np.float32(1e-10)))
             scale[row, g] = amax / top
             values = np.clip(part * (np.float32(1.0) / scale[row, g]), -top, top)
-            q[row, g * group : (g + 1) * group] = values.astype(target).view(np.uint8)
+            q[row, g * 128 : (g + 1) * 128] = values.astype(target).view(np.uint8)
     return q, scale
 
 
@@ -52,7 +52,7 @@ def test_bytes_and_scales_are_exact(
 ) -> None:
     x = activations(rows, columns, torch.bfloat16, device)
     q, scale = quantize_groups(x, layout=layout, backend=backend)
-    want_q, want_scale = oracle(x.float().cpu().numpy(), 128, torch.float8_e4m3fn)
+    want_q, want_scale = oracle(x.float().cpu().numpy(), torch.float8_e4m3fn)
     assert layout.holds(scale)
     np.testing.assert_array_equal(scale.cpu().numpy(), want_scale)
     np.testing.assert_array_equal(raw(q), want_q)
@@ -61,15 +61,12 @@ def test_bytes_and_scales_are_exact(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("fp8", FORMATS, ids=str)
-@pytest.mark.parametrize("group", [32, 128])
-def test_every_input_and_fp8_format(
-    group: int, fp8: torch.dtype, dtype: torch.dtype, backend: Backend, device: str
-) -> None:
+def test_every_input_and_fp8_format(fp8: torch.dtype, dtype: torch.dtype, backend: Backend, device: str) -> None:
     if device == "cuda" and fp8 is torch.float8_e4m3fnuz and backend == "triton":
         pytest.skip("e4m3fnuz is compiled for AMD GPUs alone; here only the interpreter and the reference make it")
     x = activations(6, 288, dtype, device)
-    q, scale = quantize_groups(x, group=group, fp8=fp8, backend=backend)
-    want_q, want_scale = oracle(x.float().cpu().numpy(), group, fp8)
+    q, scale = quantize_groups(x, fp8=fp8, backend=backend)
+    want_q, want_scale = oracle(x.float().cpu().numpy(), fp8)
     np.testing.assert_array_equal(scale.cpu().numpy(), want_scale)
     np.testing.assert_array_equal(raw(q), want_q)
 
@@ -90,7 +87,7 @@ def test_rows_of_zeros_stay_finite_and_nan_stays_nan(backend: Backend, device: s
 def test_rows_with_a_stride_are_read_where_they_lie(backend: Backend, device: str) -> None:
     wide = activations(4, 512, torch.bfloat16, device)
     q, scale = quantize_groups(wide[:, 128:384], backend=backend)
-    want_q, want_scale = oracle(wide[:, 128:384].float().cpu().numpy(), 128, torch.float8_e4m3fn)
+    want_q, want_scale = oracle(wide[:, 128:384].float().cpu().numpy(), torch.float8_e4m3fn)
     np.testing.assert_array_equal(raw(q), want_q)
     np.testing.assert_array_equal(scale.cpu().numpy(), want_scale)
 
@@ -161,7 +158,6 @@ def test_no_rows_is_an_empty_result(layout: GroupScaleLayout, backend: Backend, 
         (lambda x: quantize_groups(x.t()), "activations"),
         (lambda x: quantize_groups(x[0]), "activations"),
         (lambda x: quantize_groups(x, fp8=torch.float8_e5m2), "float8_e5m2"),
-        (lambda x: quantize_groups(x, group=100), "groups of 100"),
         (lambda x: rms_norm_quantize(x, torch.ones(5), 1e-6), "weight"),
         (lambda x: rms_norm_quantize(x, torch.ones(256), 1e-6, residual=x.float()), "residual: found torch.float32"),
     ],
@@ -176,6 +172,6 @@ def test_operators_trace_under_fake_tensors() -> None:
     scale = GroupScaleLayout.COLUMN.empty(2, 2, device="cpu")
     # The schema check compares tensors in a way that torch has no fp8 kernel for.
     checks = ("test_faketensor",)
-    torch.library.opcheck(torch.ops.weightprep.quantize_groups.default, (x, q, scale, 128, False), test_utils=checks)
-    arguments = (x, torch.ones(256), x, q, scale, None, torch.empty(2, 256), 1e-6, 128, False)
+    torch.library.opcheck(torch.ops.weightprep.quantize_groups.default, (x, q, scale, False), test_utils=checks)
+    arguments = (x, torch.ones(256), x, q, scale, None, torch.empty(2, 256), 1e-6, False)
     torch.library.opcheck(torch.ops.weightprep.rms_norm_quantize.default, arguments, test_utils=checks)

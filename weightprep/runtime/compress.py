@@ -8,17 +8,14 @@ positional bias and the output in float32, and do the arithmetic in float32.
 
 from __future__ import annotations
 
-import os
-from typing import Literal
-
 import torch
 
 from weightprep.errors import ContractError
 from weightprep.runtime.compress_reference import compress_decode_reference, compress_prefill_reference, window_of
+from weightprep.runtime.kernel_choice import Backend, use_triton
 
-__all__ = ["Backend", "compress_decode", "compress_prefill", "gate_score"]
+__all__ = ["compress_decode", "compress_prefill", "gate_score"]
 
-Backend = Literal["auto", "triton", "torch"]
 _FLOATS = (torch.bfloat16, torch.float32)
 _PLAN_BYTES = 16
 _WRITE_PLAN_BYTES = 8
@@ -68,7 +65,7 @@ def compress_decode(
     _check_plan(plan, _PLAN_BYTES, "decode plan")
     if plan.shape[0] != kv_score.shape[0]:
         raise _broken("decode plan", f"{plan.shape[0]} rows", f"{kv_score.shape[0]}, one per row of kv_score")
-    torch.ops.weightprep.compress_decode(state, kv_score, ape, plan, out, ratio, _use_triton(backend, kv_score))
+    torch.ops.weightprep.compress_decode(state, kv_score, ape, plan, out, ratio, use_triton(backend, kv_score))
     return out
 
 
@@ -97,7 +94,7 @@ def compress_prefill(
     out = _output(out, compress_plan, head_dim, kv_score)
     _check_plan(compress_plan, _PLAN_BYTES, "compress plan")
     _check_plan(write_plan, _WRITE_PLAN_BYTES, "write plan")
-    triton = _use_triton(backend, kv_score)
+    triton = use_triton(backend, kv_score)
     torch.ops.weightprep.compress_prefill(state, kv_score, ape, compress_plan, write_plan, out, ratio, triton)
     return out
 
@@ -147,12 +144,6 @@ def _compress_prefill(
 @_compress_prefill.register_fake
 def _(*tensors: object) -> None:
     return None
-
-
-def _use_triton(backend: Backend, tensor: torch.Tensor) -> bool:
-    if backend == "auto":
-        return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
-    return backend == "triton"
 
 
 def _check(state: torch.Tensor, kv_score: torch.Tensor, ape: torch.Tensor, ratio: int) -> int:

@@ -4,25 +4,22 @@ A GEMM that reads its scales column-major makes every producer that writes them 
 transpose of a few kilobytes that is all launch. These producers take the layout as an argument and store each scale
 through its strides, so either order costs the same.
 
-Per group of the last dimension: scale = max(max|x|, 1e-10) / fp8_max and q = x * (1 / scale), clamped, all in float32:
-the formula of aiter's fused_fp8_quant.py, so that a consumer sees the same bytes whoever produced them.
+The quantization itself, groups of 128 along the row, is that of :mod:`weightprep.runtime.group_quant`.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
 
 from weightprep.errors import ContractError
-from weightprep.runtime.compress import Backend
+from weightprep.runtime.group_quant import FP8_GROUP, FP8_MAX, quantize_fp8_groups
+from weightprep.runtime.kernel_choice import Backend, use_triton
 from weightprep.runtime.scale_layout import GroupScaleLayout
 
-__all__ = ["AMAX_FLOOR", "RmsQuantized", "quantize_groups", "rms_norm_quantize"]
+__all__ = ["RmsQuantized", "quantize_groups", "rms_norm_quantize"]
 
-AMAX_FLOOR = 1e-10
-_FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 _ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -46,21 +43,20 @@ def quantize_groups(
     x: torch.Tensor,
     *,
     layout: GroupScaleLayout = GroupScaleLayout.ROW,
-    group: int = 128,
     fp8: torch.dtype = torch.float8_e4m3fn,
     backend: Backend = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize each row in groups (1 x 128 by default).
+    """Quantize each row in groups of 128.
 
-    :param x: (M, K) bf16, fp16 or float32, rows contiguous; K need not be a multiple of `group`
-    :returns: q (M, K) and scale (M, ceil(K / group)) float32 in `layout`
+    :param x: (M, K) bf16, fp16 or float32, rows contiguous; K need not be a multiple of 128
+    :returns: q (M, K) and scale (M, ceil(K / 128)) float32 in `layout`
     :raises ContractError: `x` is not such a tensor or `fp8` no fp8 format
     """
-    _check(x, group, fp8)
+    _check(x, fp8)
     rows, columns = x.shape
     q = torch.empty((rows, columns), dtype=fp8, device=x.device)
-    scale = layout.empty(rows, -(-columns // group), device=x.device)
-    torch.ops.weightprep.quantize_groups(x, q, scale, group, _use_triton(backend, x))
+    scale = layout.empty(rows, -(-columns // FP8_GROUP), device=x.device)
+    torch.ops.weightprep.quantize_groups(x, q, scale, use_triton(backend, x))
     return q, scale
 
 
@@ -72,7 +68,6 @@ def rms_norm_quantize(
     residual: torch.Tensor | None = None,
     keep_normed: bool = False,
     layout: GroupScaleLayout = GroupScaleLayout.ROW,
-    group: int = 128,
     fp8: torch.dtype = torch.float8_e4m3fn,
     backend: Backend = "auto",
 ) -> RmsQuantized:
@@ -86,7 +81,7 @@ def rms_norm_quantize(
     :param keep_normed: also return y in the dtype of `x`
     :raises ContractError: a tensor does not fit
     """
-    _check(x, group, fp8)
+    _check(x, fp8)
     rows, columns = x.shape
     if tuple(weight.shape) != (columns,) or not weight.is_contiguous():
         raise _broken("weight", weight, f"contiguous, shape ({columns},)")
@@ -94,25 +89,22 @@ def rms_norm_quantize(
         raise _broken("residual", residual, f"{x.dtype} of shape {tuple(x.shape)} with contiguous rows")
     out = RmsQuantized(
         q=torch.empty((rows, columns), dtype=fp8, device=x.device),
-        scale=layout.empty(rows, -(-columns // group), device=x.device),
+        scale=layout.empty(rows, -(-columns // FP8_GROUP), device=x.device),
         normed=torch.empty((rows, columns), dtype=x.dtype, device=x.device) if keep_normed else None,
         residual=None if residual is None else torch.empty((rows, columns), dtype=x.dtype, device=x.device),
     )
     torch.ops.weightprep.rms_norm_quantize(
-        x, weight, residual, out.q, out.scale, out.normed, out.residual, eps, group, _use_triton(backend, x)
+        x, weight, residual, out.q, out.scale, out.normed, out.residual, eps, use_triton(backend, x)
     )
     return out
 
 
-def quantize_groups_reference(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, group: int) -> None:
+def quantize_groups_reference(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> None:
     """The definition, eager and in float32; fills `q` and `scale`."""
-    rows, columns = x.shape
-    groups = scale.shape[1]
-    padded = torch.nn.functional.pad(x.float(), (0, groups * group - columns)).view(rows, groups, group)
-    top = torch.finfo(q.dtype).max
-    step = padded.abs().amax(dim=-1).clamp(min=AMAX_FLOOR) / top
-    values = (padded * (1.0 / step)[..., None]).clamp(-top, top).view(rows, groups * group)[:, :columns]
-    q.copy_(values.to(q.dtype))
+    columns = x.shape[1]
+    padded = torch.nn.functional.pad(x.float(), (0, -columns % FP8_GROUP))
+    values, step = quantize_fp8_groups(padded, q.dtype)
+    q.copy_(values[:, :columns])
     scale.copy_(step)
 
 
@@ -125,7 +117,6 @@ def rms_norm_quantize_reference(
     normed: torch.Tensor | None,
     residual_out: torch.Tensor | None,
     eps: float,
-    group: int,
 ) -> None:
     """The definition, eager and in float32; fills every output that is not None."""
     total = x.float() if residual is None else x.float() + residual.float()
@@ -134,17 +125,17 @@ def rms_norm_quantize_reference(
     y = total * torch.rsqrt(total.square().mean(dim=-1, keepdim=True) + eps) * weight.float()
     if normed is not None:
         normed.copy_(y)
-    quantize_groups_reference(y, q, scale, group)
+    quantize_groups_reference(y, q, scale)
 
 
 @torch.library.custom_op("weightprep::quantize_groups", mutates_args=("q", "scale"))
-def _quantize_groups(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, group: int, triton: bool) -> None:
+def _quantize_groups(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, triton: bool) -> None:
     if triton:
         from weightprep.runtime.rms_quant_kernels import launch_quantize_groups
 
-        launch_quantize_groups(x, q, scale, group)
+        launch_quantize_groups(x, q, scale)
     elif x.numel():
-        quantize_groups_reference(x, q, scale, group)
+        quantize_groups_reference(x, q, scale)
 
 
 @_quantize_groups.register_fake
@@ -162,15 +153,14 @@ def _rms_norm_quantize(
     normed: torch.Tensor | None,
     residual_out: torch.Tensor | None,
     eps: float,
-    group: int,
     triton: bool,
 ) -> None:
     if triton:
         from weightprep.runtime.rms_quant_kernels import launch_rms_norm_quantize
 
-        launch_rms_norm_quantize(x, weight, residual, q, scale, normed, residual_out, eps, group)
+        launch_rms_norm_quantize(x, weight, residual, q, scale, normed, residual_out, eps)
     elif x.numel():
-        rms_norm_quantize_reference(x, weight, residual, q, scale, normed, residual_out, eps, group)
+        rms_norm_quantize_reference(x, weight, residual, q, scale, normed, residual_out, eps)
 
 
 @_rms_norm_quantize.register_fake
@@ -178,21 +168,15 @@ def _(*arguments: object) -> None:
     return None
 
 
-def _use_triton(backend: Backend, tensor: torch.Tensor) -> bool:
-    if backend == "auto":
-        return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
-    return backend == "triton"
-
-
-def _check(x: torch.Tensor, group: int, fp8: torch.dtype) -> None:
+def _check(x: torch.Tensor, fp8: torch.dtype) -> None:
     if x.dim() != 2 or x.dtype not in _ACTIVATIONS or (x.numel() and x.stride(1) != 1):
         raise _broken("activations", x, "2-D bf16, fp16 or float32 with contiguous rows")
-    if fp8 not in _FP8 or group < 1 or group & (group - 1):
+    if fp8 not in FP8_MAX:
         raise ContractError(
             "group quantization",
-            found=f"{fp8} in groups of {group}",
-            wanted="float8_e4m3fn or float8_e4m3fnuz in groups of a power of two",
-            remedy="take the fp8 format of the target (e4m3fnuz on gfx942, e4m3fn elsewhere) and groups of 128",
+            found=str(fp8),
+            wanted="float8_e4m3fn or float8_e4m3fnuz",
+            remedy="take the fp8 format of the target: e4m3fnuz on gfx942, e4m3fn elsewhere",
         )
 
 

@@ -9,11 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
-from weightprep.runtime.rms_quant import AMAX_FLOOR
+from weightprep.runtime.group_quant import AMAX_FLOOR, FP8_GROUP, FP8_MAX
+from weightprep.runtime.triton_quant import fp8_groups
 
 __all__ = ["launch_quantize_groups", "launch_rms_norm_quantize"]
 
-_GROUPS_PER_PROGRAM = 8
+_COLUMNS_PER_PROGRAM = 8 * FP8_GROUP
 
 
 @triton.jit
@@ -22,24 +23,21 @@ def _store_quantized(
     q_ptr,
     scale_ptr,
     i_row,
-    o_group,
+    first,
     o_x,
-    m_x,
-    groups,
     stride_sm,
     stride_sg,
     COLUMNS,
-    FLOOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
     TOP: tl.constexpr,
+    FLOOR: tl.constexpr,
 ):
-    """Quantize the rows of the tile `x` (groups, group) and store them with their scales."""
-    amax = tl.maximum(tl.max(tl.abs(x), axis=1), FLOOR)
-    # A plain / is two ulp off on NVIDIA GPUs; div_rn gives the bits that the reference has.
-    step = tl.div_rn(amax, tl.full(amax.shape, TOP, tl.float32))
-    inverse = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), step)
-    q = tl.clamp(x * inverse[:, None], -TOP, TOP, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(q_ptr + i_row * COLUMNS + o_x, q.to(q_ptr.dtype.element_ty), mask=m_x)
-    tl.store(scale_ptr + i_row * stride_sm + o_group.to(tl.int64) * stride_sg, step, mask=o_group < groups)
+    """Quantize the (1, BLOCK) piece `x` of a row that begins at column `first` and store it with its scales."""
+    values, scale = fp8_groups(x, 1, BLOCK, GROUP, TOP, FLOOR)
+    tl.store(q_ptr + i_row * COLUMNS + o_x, values.to(q_ptr.dtype.element_ty), mask=o_x < COLUMNS)
+    o_group = first // GROUP + tl.arange(0, BLOCK // GROUP)[None, :]
+    tl.store(scale_ptr + i_row * stride_sm + o_group.to(tl.int64) * stride_sg, scale, mask=o_group * GROUP < COLUMNS)
 
 
 @triton.jit
@@ -51,18 +49,16 @@ def _quantize_groups_kernel(
     stride_sm,
     stride_sg,
     COLUMNS,
-    groups,
+    BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    FLOOR: tl.constexpr,
     TOP: tl.constexpr,
+    FLOOR: tl.constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
-    o_group = tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)
-    o_x = o_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    m_x = o_x < COLUMNS
-    x = tl.load(x_ptr + i_row * stride_x + o_x, mask=m_x, other=0.0).to(tl.float32)
-    _store_quantized(x, q_ptr, scale_ptr, i_row, o_group, o_x, m_x, groups, stride_sm, stride_sg, COLUMNS, FLOOR, TOP)
+    first = tl.program_id(1) * BLOCK
+    o_x = first + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(x_ptr + i_row * stride_x + o_x, mask=o_x < COLUMNS, other=0.0).to(tl.float32)
+    _store_quantized(x, q_ptr, scale_ptr, i_row, first, o_x, stride_sm, stride_sg, COLUMNS, BLOCK, GROUP, TOP, FLOOR)
 
 
 @triton.jit
@@ -80,39 +76,35 @@ def _rms_norm_quantize_kernel(
     stride_sm,
     stride_sg,
     COLUMNS,
-    groups,
-    GROUP: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     KEEP_NORMED: tl.constexpr,
-    FLOOR: tl.constexpr,
+    GROUP: tl.constexpr,
     TOP: tl.constexpr,
+    FLOOR: tl.constexpr,
 ):
     """One row per program, the whole row in registers."""
     i_row = tl.program_id(0).to(tl.int64)
-    o_group = tl.arange(0, BLOCK_G)
-    o_x = o_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    o_x = tl.arange(0, BLOCK)[None, :]
     m_x = o_x < COLUMNS
     x = tl.load(x_ptr + i_row * stride_x + o_x, mask=m_x, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         x += tl.load(residual_ptr + i_row * stride_residual + o_x, mask=m_x, other=0.0).to(tl.float32)
         tl.store(total_ptr + i_row * COLUMNS + o_x, x.to(total_ptr.dtype.element_ty), mask=m_x)
     weight = tl.load(weight_ptr + o_x, mask=m_x, other=0.0).to(tl.float32)
-    mean_square = tl.sum(tl.sum(x * x, axis=1), axis=0) / COLUMNS
-    y = x * tl.rsqrt(mean_square + eps) * weight
+    y = x * tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / COLUMNS + eps) * weight
     if KEEP_NORMED:
         tl.store(normed_ptr + i_row * COLUMNS + o_x, y.to(normed_ptr.dtype.element_ty), mask=m_x)
-    _store_quantized(y, q_ptr, scale_ptr, i_row, o_group, o_x, m_x, groups, stride_sm, stride_sg, COLUMNS, FLOOR, TOP)
+    _store_quantized(y, q_ptr, scale_ptr, i_row, 0, o_x, stride_sm, stride_sg, COLUMNS, BLOCK, GROUP, TOP, FLOOR)
 
 
-def launch_quantize_groups(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, group: int) -> None:
+def launch_quantize_groups(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> None:
     """As :func:`weightprep.runtime.rms_quant.quantize_groups_reference`."""
     rows, columns = x.shape
     if x.numel() == 0:
         return
-    groups = scale.shape[1]
-    block = min(_GROUPS_PER_PROGRAM, triton.next_power_of_2(groups))
-    _quantize_groups_kernel[(rows, triton.cdiv(groups, block))](
+    block = min(_COLUMNS_PER_PROGRAM, _row_block(columns))
+    _quantize_groups_kernel[(rows, triton.cdiv(columns, block))](
         x,
         q,
         scale,
@@ -120,11 +112,10 @@ def launch_quantize_groups(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor
         scale.stride(0),
         scale.stride(1),
         columns,
-        groups,
-        GROUP=group,
-        BLOCK_G=block,
+        BLOCK=block,
+        GROUP=FP8_GROUP,
         FLOOR=AMAX_FLOOR,
-        TOP=torch.finfo(q.dtype).max,
+        TOP=FP8_MAX[q.dtype],
         num_warps=4,
     )
 
@@ -138,14 +129,12 @@ def launch_rms_norm_quantize(
     normed: torch.Tensor | None,
     residual_out: torch.Tensor | None,
     eps: float,
-    group: int,
 ) -> None:
     """As :func:`weightprep.runtime.rms_quant.rms_norm_quantize_reference`."""
     rows, columns = x.shape
     if x.numel() == 0:
         return
-    groups = scale.shape[1]
-    block = triton.next_power_of_2(groups)
+    block = _row_block(columns)
     _rms_norm_quantize_kernel[(rows,)](
         x,
         weight,
@@ -160,13 +149,16 @@ def launch_rms_norm_quantize(
         scale.stride(0),
         scale.stride(1),
         columns,
-        groups,
-        GROUP=group,
-        BLOCK_G=block,
+        BLOCK=block,
+        GROUP=FP8_GROUP,
         HAS_RESIDUAL=residual is not None,
         KEEP_NORMED=normed is not None,
         FLOOR=AMAX_FLOOR,
-        TOP=torch.finfo(q.dtype).max,
+        TOP=FP8_MAX[q.dtype],
         # About 1024 values a warp; a row of 7168 lies in 8 warps.
-        num_warps=max(1, min(16, block * group // 1024)),
+        num_warps=max(1, min(16, block // 1024)),
     )
+
+
+def _row_block(columns: int) -> int:
+    return max(FP8_GROUP, int(triton.next_power_of_2(columns)))
