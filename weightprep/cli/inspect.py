@@ -1,9 +1,148 @@
-"""x"""
+"""`weightprep inspect`: what a checkpoint holds and which kernel paths its layers will take, from headers alone."""
 
-from weightprep.cli.output import command
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weightprep.cli.output import command, print_json, say
+from weightprep.errors import EngineError
+
+if TYPE_CHECKING:
+    from weightprep.convert.prediction import LayerForecast
+
+__all__ = ["inspect"]
+
+_DEFAULT_ENGINE = "sglang==0.5.23"
 
 
 @command
-def inspect() -> int | None:
-    """x"""
+def inspect(
+    src: Annotated[Path, typer.Argument(help="The checkpoint directory.")],
+    target: Annotated[
+        list[str] | None, typer.Option(help="gfx950, gfx942, sm90, sm100 or cpu; may be repeated. Default: gfx950.")
+    ] = None,
+    engine: Annotated[str, typer.Option(help="The engine whose gates are evaluated.")] = _DEFAULT_ENGINE,
+    recipe: Annotated[str | None, typer.Option(help="Recipe name or YAML file; default: by architecture.")] = None,
+    precision: Annotated[str | None, typer.Option(help="As for convert.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> int | None:
+    """Tell which path each layer will take on which hardware, and why, before anything is loaded.
+
+    "today" is what the engine does with the checkpoint as it is, "prepared" what it does with weightprep.
+
+    Examples:
+
+      weightprep inspect GLM-5.2
+
+      weightprep inspect GLM-5.2 --target gfx950 --target sm90 --engine sglang==0.5.20
+    """
+    from weightprep.checkpoint.repository import Checkpoint
+    from weightprep.cli.convert import parse_precision
+    from weightprep.convert.options import ConvertOptions
+    from weightprep.convert.planner import plan_model
+    from weightprep.convert.prediction import forecast
+
+    version = _engine_version(engine)
+    checkpoint = Checkpoint.open(src)
+    options = ConvertOptions(src, src, recipe=recipe, precision=parse_precision(precision))
+    model = plan_model(checkpoint, options)
+    forecasts = [layer for name in target or ["gfx950"] for layer in forecast(checkpoint, model, name, version)]
+    nbytes = sum(header.file_size for header in checkpoint.shards.values())
+    dtypes = Counter(ref.info.dtype for ref in checkpoint.tensors.values())
+    if json:
+        print_json(
+            "inspect",
+            {
+                "path": str(src),
+                "architecture": model.architecture,
+                "recipe": model.recipe.name,
+                "recipe_hash": model.recipe_hash,
+                "engine": engine,
+                "quant_method": (checkpoint.config.quantization or {}).get("quant_method"),
+                "shards": len(checkpoint.shards),
+                "tensors": len(checkpoint.tensors),
+                "bytes": nbytes,
+                "dtypes": dict(sorted(dtypes.items())),
+                "nothing_to_convert": model.recipe.nothing_to_convert,
+                "layers": [_describe(layer) for layer in forecasts],
+            },
+        )
+        return None
+    print(f"{src}: {model.architecture}, {len(checkpoint.tensors)} tensors in {len(checkpoint.shards)} shard(s)")
+    print(f"{nbytes / 1e9:.2f} GB; " + ", ".join(f"{count} {dtype}" for dtype, count in dtypes.most_common()))
+    print(f"recipe {model.recipe.name}, {engine}\n")
+    if model.recipe.nothing_to_convert is not None:
+        print(f"nothing to convert: {model.recipe.nothing_to_convert}")
+    _print_table(forecasts)
+    slow = sum(not layer.today.fast for layer in forecasts)
+    if slow and any(layer.prepared.fast and not layer.today.fast for layer in forecasts):
+        say(
+            f"{slow} of {len(forecasts)} layer(s) are slow today: add --load-format weightprep, or `weightprep convert`"
+        )
     return None
+
+
+def _engine_version(engine: str) -> str:
+    name, separator, version = engine.partition("==")
+    if name != "sglang" or not separator:
+        raise EngineError(
+            f"--engine {engine}",
+            found="an engine without gates here",
+            wanted="sglang==VERSION",
+            remedy=f"for example --engine {_DEFAULT_ENGINE}",
+        )
+    return version
+
+
+def _describe(layer: LayerForecast) -> dict[str, Any]:
+    def path(prediction: Any) -> dict[str, Any]:
+        return {
+            "path": prediction.path,
+            "fast": prediction.fast,
+            "sound": prediction.sound,
+            "reason": prediction.reason,
+        }
+
+    return {
+        "layer": layer.plan.layer,
+        "group": layer.plan.group,
+        "module": layer.plan.source,
+        "target": layer.target,
+        "encoding": layer.encoding,
+        "loader": layer.why_today,
+        "today": path(layer.today),
+        "prepared": path(layer.prepared),
+    }
+
+
+def _print_table(forecasts: Sequence[LayerForecast]) -> None:
+    """Neighbouring layers that fare alike share a line."""
+    print(f"{'target':8} {'layers':16} {'stored as':12} {'today':22} {'prepared':22} why today")
+    runs: list[list[LayerForecast]] = []
+    for layer in forecasts:
+        key = _fate(layer)
+        if runs and _fate(runs[-1][0]) == key:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    for run in runs:
+        first, last = run[0].plan, run[-1].plan
+        layers = f"{first.layer}" if first is last else f"{first.layer}-{last.layer}"
+        layer = run[0]
+        print(
+            f"{layer.target:8} {layers + ' ' + first.group:16} {layer.encoding:12} "
+            f"{_path(layer.today):22} {_path(layer.prepared):22} {layer.why_today}; {layer.today.reason}"
+        )
+
+
+def _fate(layer: LayerForecast) -> tuple[object, ...]:
+    return (layer.target, layer.plan.group, layer.encoding, layer.today, layer.why_today, layer.prepared)
+
+
+def _path(prediction: Any) -> str:
+    return f"{prediction.path} ({'fast' if prediction.fast else 'slow' if prediction.sound else 'WRONG'})"

@@ -17,7 +17,7 @@ from packaging.version import InvalidVersion, Version
 
 from weightprep.errors import EngineError
 
-__all__ = ["GATES", "TARGETS", "Gate", "Prediction", "predict"]
+__all__ = ["GATES", "TARGETS", "Gate", "Prediction", "engine_version_of", "predict"]
 
 TARGETS = ("gfx950", "gfx942", "sm90", "sm100", "cpu")
 SUPPORTED_ENGINES = SpecifierSet(">=0.5.12", prereleases=True)
@@ -107,7 +107,8 @@ def predict(target: str, engine_version: str, attributes: Mapping[str, str]) -> 
         raise EngineError(
             f"target {target}", found="unknown", wanted=f"one of {', '.join(TARGETS)}", remedy="correct --target"
         )
-    q, v = (_select(matmul, target, _version(engine_version), attributes) for matmul in ("q", "v"))
+    version = engine_version_of(engine_version)
+    q, v = (_select(matmul, target, version, attributes) for matmul in ("q", "v"))
     for gate in (q, v):
         for attribute, wanted in gate.reads.items():
             found = attributes.get(attribute, "absent")
@@ -135,7 +136,11 @@ def _specifier(versions: str) -> SpecifierSet:
     return SpecifierSet(versions, prereleases=True)
 
 
-def _version(engine_version: str) -> Version:
+def engine_version_of(engine_version: str) -> Version:
+    """The version of sglang that `engine_version` names.
+
+    :raises EngineError: not a version, or one without a plugin interface
+    """
     try:
         version = Version(engine_version)
     except InvalidVersion:

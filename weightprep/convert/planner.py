@@ -25,7 +25,7 @@ from weightprep.recipe.resolve import NEXTN_GROUP
 from weightprep.transforms import Form, check_composition
 from weightprep.transforms.split_kv_b import kv_b_shape, split_kv_b
 
-__all__ = ["layer_prefix", "make_plan", "plan_contents", "plan_model"]
+__all__ = ["find_modules", "layer_prefix", "make_plan", "plan_contents", "plan_model"]
 
 _SIDECAR_SCALE = StoredScale(".weight_scale", None)
 
@@ -66,7 +66,7 @@ def plan_contents(options: ConvertOptions) -> ConversionPlan:
     """
     checkpoint = Checkpoint.open(options.source)
     model = plan_model(checkpoint, options)
-    found, absent = _find_modules(checkpoint, model)
+    found, absent = find_modules(checkpoint, model)
     passed = [
         PassedModule(plan, source, reason)
         for plan, source in found
@@ -101,7 +101,7 @@ def plan_contents(options: ConvertOptions) -> ConversionPlan:
     )
 
 
-def _find_modules(
+def find_modules(
     checkpoint: Checkpoint, model: ModelPlan
 ) -> tuple[list[tuple[ModulePlan, SourceModule]], list[ModulePlan]]:
     """The modules that the checkpoint has, and those of layers that it does not have at all.
