@@ -43,16 +43,26 @@ def load_with_upstreams_cast(state: Any, path: Path, draft: bool = False) -> dic
         upstream._use_aiter_gfx95 = False
 
 
-def load_plain_without_amx(state: Any, path: Path, draft: bool = False) -> dict[int, Absorbed]:
-    """A plain `auto` load, with what follows post_load_weights left out: fp8 linears ask for AMX there on a CPU."""
+def load_without_amx(
+    state: Any, path: Path, load_format: str, extra: dict[str, Any], draft: bool = False
+) -> dict[int, Absorbed]:
+    """A load with what follows post_load_weights left out: fp8 linears ask for AMX there on a CPU."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
-    kept = DefaultModelLoader.postprocess_weights
+    kept = DefaultModelLoader.__dict__["postprocess_weights"]
     DefaultModelLoader.postprocess_weights = staticmethod(lambda model, device: None)
     try:
-        return live_sglang.absorbed(_load(state, path, "auto", None, draft))
+        return live_sglang.absorbed(_load(state, path, load_format, extra, draft))
     finally:
         DefaultModelLoader.postprocess_weights = kept
+
+
+def origins(state: Any, key: tuple[str, str, bool]) -> dict[str, str]:
+    """Where the weights of a kept model came from, by module."""
+    from weightprep.engines.sglang.prepare import preparation_of
+
+    ((_, preparation),) = preparation_of(state.models[key])
+    return {module: f"{origin.route} {origin.encoding}" for module, origin in preparation.origins.items()}
 
 
 def load_counting_collectives(state: Any, path: Path, extra: dict[str, Any]) -> list[tuple[str, int]]:
