@@ -12,7 +12,7 @@ import torch
 
 from weightprep.formats.encoding import Encoding
 
-__all__ = ["BLOCK", "Scheme", "encode", "stored_as"]
+__all__ = ["BLOCK", "Scheme", "Stored", "encode", "stored_as"]
 
 BLOCK = 128
 _E4M3_MAX = 448.0
@@ -22,53 +22,81 @@ _E4M3_MAX = 448.0
 class Scheme:
     """How one kind of tensor is stored.
 
+    :param encoding: None for int4 packed into int32, which weightprep knows only by name
     :param scale_suffix: what replaces `.weight` in the name of the scale
     :param scale_dtype: safetensors dtype of the scale
+    :param packed_dtype: safetensors dtype of packed fp4
     :param power_of_two: whether scales are rounded up to powers of two before quantizing
     """
 
-    encoding: Encoding
+    encoding: Encoding | None
     scale_suffix: str = ".weight_scale"
     scale_dtype: str = "F32"
+    packed_dtype: str = "U8"
     power_of_two: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor as it stands in the file: safetensors dtype and the shape in that dtype's elements."""
+    """A tensor as it stands in the file.
 
+    :param suffix: what replaces `.weight` in its name; empty for the weight itself
+    :param shape: in elements of `dtype`
+    """
+
+    suffix: str
     dtype: str
     shape: tuple[int, ...]
 
 
-_PLAIN = {Encoding.BF16: "BF16", Encoding.FP16: "F16", Encoding.FP32: "F32"}
-_PLAIN_TORCH = {Encoding.BF16: torch.bfloat16, Encoding.FP16: torch.float16, Encoding.FP32: torch.float32}
+_PLAIN = {
+    Encoding.BF16: ("BF16", torch.bfloat16),
+    Encoding.FP16: ("F16", torch.float16),
+    Encoding.FP32: ("F32", torch.float32),
+}
+_INT8 = (Encoding.INT8_CHANNEL, Encoding.INT8_BLOCK)
 _BLOCKED = (Encoding.FP8_BLOCK, Encoding.INT8_BLOCK)
 
 
-def stored_as(scheme: Scheme, shape: tuple[int, ...]) -> tuple[Stored, Stored | None]:
-    """The weight and the scale of a matrix [N, K] in this scheme."""
+def stored_as(scheme: Scheme, shape: tuple[int, ...]) -> tuple[Stored, ...]:
+    """What a tensor becomes in this scheme, the weight first; all but plain schemes take a matrix [N, K]."""
     if scheme.encoding in _PLAIN:
-        return Stored(_PLAIN[scheme.encoding], shape), None
+        return (Stored("", _PLAIN[scheme.encoding][0], shape),)
     rows, columns = shape
+    if scheme.encoding is None:
+        return (
+            Stored(".weight_packed", "I32", (rows, columns // 8)),
+            Stored(".weight_scale", "BF16", (rows, columns // 32)),
+            Stored(".weight_shape", "I32", (2,)),
+        )
     if scheme.encoding is Encoding.MXFP4:
-        return Stored("U8", (rows, columns // 2)), Stored(scheme.scale_dtype, (rows, columns // 32))
-    weight = Stored("I8" if scheme.encoding in (Encoding.INT8_CHANNEL, Encoding.INT8_BLOCK) else "F8_E4M3", shape)
+        return (
+            Stored("", scheme.packed_dtype, (rows, columns // 2)),
+            Stored(scheme.scale_suffix, scheme.scale_dtype, (rows, columns // 32)),
+        )
+    scale_shape: tuple[int, ...] = (rows, 1)
     if scheme.encoding in _BLOCKED:
-        return weight, Stored(scheme.scale_dtype, (-(-rows // BLOCK), -(-columns // BLOCK)))
-    return weight, Stored(scheme.scale_dtype, () if scheme.encoding is Encoding.FP8_TENSOR else (rows, 1))
+        scale_shape = (-(-rows // BLOCK), -(-columns // BLOCK))
+    elif scheme.encoding is Encoding.FP8_TENSOR:
+        scale_shape = ()
+    return (
+        Stored("", "I8" if scheme.encoding in _INT8 else "F8_E4M3", shape),
+        Stored(scheme.scale_suffix, scheme.scale_dtype, scale_shape),
+    )
 
 
-def encode(weight: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Quantize a float32 matrix [N, K]; the results have the shapes of :func:`stored_as`.
+def encode(weight: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, ...]:
+    """Quantize a float32 tensor; the results are those that :func:`stored_as` announces, in its order.
 
     Scales are amax / (largest value of the format), over a 128x128 block with partial edges, a row, or the tensor.
     """
-    if scheme.encoding in _PLAIN_TORCH:
-        return weight.to(_PLAIN_TORCH[scheme.encoding]), None
+    if scheme.encoding in _PLAIN:
+        return (weight.to(_PLAIN[scheme.encoding][1]),)
+    if scheme.encoding is None:
+        return _encode_int4(weight)
     if scheme.encoding is Encoding.MXFP4:
         return _encode_mxfp4(weight, scheme)
-    is_int = scheme.encoding in (Encoding.INT8_CHANNEL, Encoding.INT8_BLOCK)
+    is_int = scheme.encoding in _INT8
     largest = 127.0 if is_int else _E4M3_MAX
     if scheme.encoding in _BLOCKED:
         amax = _block_amax(weight)
@@ -113,3 +141,13 @@ def _encode_mxfp4(weight: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, t
     packed = code[:, 0::2] | (code[:, 1::2] << 4)
     biased = (exponent + 127).to(torch.uint8)
     return packed, biased.view(torch.float8_e8m0fnu) if scheme.scale_dtype == "F8_E8M0" else biased
+
+
+def _encode_int4(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    rows, columns = weight.shape
+    groups = weight.reshape(rows, -1, 32)
+    scale = (groups.abs().amax(dim=2) / 7).clamp_min(2.0**-100)
+    codes = (torch.round(groups / scale.unsqueeze(2)).clamp(-8, 7) + 8).to(torch.int64).reshape(rows, -1, 8)
+    packed = (codes << torch.arange(0, 32, 4)).sum(dim=2)
+    as_int32 = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+    return as_int32, scale.to(torch.bfloat16), torch.tensor([rows, columns], dtype=torch.int32)

@@ -24,17 +24,11 @@ _MAX_EXPERTS = 256
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """A tensor of the model, the entries that it becomes, and the shard number of each.
-
-    :param scale: None where the scheme has none
-    """
+    """A tensor of the model and the entries that it becomes, each with the number of its shard, the weight first."""
 
     tensor: Tensor
     scheme: Scheme
-    weight: TensorInfo
-    weight_shard: int
-    scale: TensorInfo | None
-    scale_shard: int
+    entries: tuple[tuple[TensorInfo, int], ...]
 
 
 def make_config(
@@ -55,12 +49,15 @@ def make_config(
     config = {**architecture.config, **architecture.small, **(architecture.full if full_dims else {})}
     config["num_hidden_layers"] = layers
     # One dense layer is enough to have both kinds.
-    config["first_k_dense_replace"] = 1
+    if "first_k_dense_replace" in config:
+        config["first_k_dense_replace"] = 1
     if "indexer_types" in config:
         # The published rule of GLM-5.2: layers 0, 1, 2, 6, 10, ... have an indexer of their own.
-        known = sizes(config)
+        known = sizes(architecture, config)
         freq, offset = known["index_topk_freq"], known["index_skip_topk_offset"]
         config["indexer_types"] = ["shared" if max(i - offset + 1, 0) % freq else "full" for i in range(layers)]
+    if "compress_ratios" in config:
+        config["compress_ratios"] = [4 if i % 2 else 128 for i in range(layers)]
     config.update(overrides)
     return config if size is None else _grow(architecture, encoding, config, size, overrides)
 
@@ -72,7 +69,7 @@ def _grow(
     size: int,
     overrides: Mapping[str, object],
 ) -> dict[str, object]:
-    known = sizes(config)
+    known = sizes(architecture, config)
     step, first = known.get("n_group", 1), known["n_routed_experts"]
     candidates = [known["moe_intermediate_size"]] if "moe_intermediate_size" in overrides else _EXPERT_SIZES
     grown = config
@@ -99,7 +96,6 @@ def _weight_bytes(architecture: Architecture, encoding: CheckpointEncoding, conf
         _nbytes(stored)
         for tensor in tensors(architecture, config)
         for stored in stored_as(encoding.scheme(tensor.kind), tensor.shape)
-        if stored is not None
     )
 
 
@@ -111,23 +107,20 @@ def place_tensors(model: Iterable[Tensor], encoding: CheckpointEncoding, shards:
     """Spread the model over `shards` files of about equal size, in order; a scale goes to the shard after its
     weight's.
     """
-    forms = [(tensor, encoding.scheme(tensor.kind)) for tensor in model]
-    stored = [stored_as(scheme, tensor.shape) for tensor, scheme in forms]
-    total = sum(_nbytes(weight) for weight, _ in stored)
+    model = list(model)
+    stored = [stored_as(encoding.scheme(tensor.kind), tensor.shape) for tensor in model]
+    total = sum(_nbytes(forms[0]) for forms in stored)
     placed = []
     done = 0
-    for (tensor, scheme), (weight, scale) in zip(forms, stored, strict=True):
+    for tensor, forms in zip(model, stored, strict=True):
         shard = min(done * shards // max(total, 1), shards - 1)
-        done += _nbytes(weight)
-        scale_name = tensor.name.removesuffix(".weight") + scheme.scale_suffix
-        placed.append(
-            PlacedTensor(
-                tensor,
-                scheme,
-                TensorInfo(tensor.name, weight.dtype, weight.shape, 0, _nbytes(weight)),
-                shard,
-                TensorInfo(scale_name, scale.dtype, scale.shape, 0, _nbytes(scale)) if scale else None,
-                (shard + 1) % shards,
-            )
-        )
+        done += _nbytes(forms[0])
+        infos = [_info(tensor, form) for form in forms]
+        entries = tuple((info, (shard + number) % shards) for number, info in enumerate(infos))
+        placed.append(PlacedTensor(tensor, encoding.scheme(tensor.kind), entries))
     return placed
+
+
+def _info(tensor: Tensor, form: Stored) -> TensorInfo:
+    name = tensor.name.removesuffix(".weight") + form.suffix if form.suffix else tensor.name
+    return TensorInfo(name, form.dtype, form.shape, 0, _nbytes(form))

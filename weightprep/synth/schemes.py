@@ -19,6 +19,8 @@ __all__ = ["ENCODINGS", "CheckpointEncoding", "quantization_config"]
 _BF16 = Scheme(Encoding.BF16)
 _MXFP4 = Scheme(Encoding.MXFP4, scale_dtype="U8")
 _CHANNEL = Scheme(Encoding.FP8_CHANNEL)
+_V4_BLOCK = Scheme(Encoding.FP8_BLOCK, ".scale", scale_dtype="F8_E8M0", power_of_two=True)
+_V4_EXPERT = Scheme(Encoding.MXFP4, ".scale", scale_dtype="F8_E8M0", packed_dtype="I8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,10 @@ ENCODINGS: Mapping[str, CheckpointEncoding] = MappingProxyType(
             _uniform("mxfp4", "quark", _MXFP4),
             CheckpointEncoding("mxfp4_experts", "quark", _BF16, _BF16, _MXFP4),
             CheckpointEncoding("mxfp4_attn_fp8", "quark", _CHANNEL, _MXFP4, _MXFP4),
+            # DeepSeek-V4.
+            CheckpointEncoding("fp8_block_fp4_experts", "fp8", _V4_BLOCK, _V4_BLOCK, _V4_EXPERT),
+            # Kimi K2.5: only experts are quantized, in a scheme that can be recognised but not read.
+            CheckpointEncoding("int4_experts", "compressed-tensors", _BF16, _BF16, Scheme(None)),
             _uniform("int8_channel", "w8a8_int8", Scheme(Encoding.INT8_CHANNEL)),
             _uniform("int8_block", "blockwise_int8", Scheme(Encoding.INT8_BLOCK, ".weight_scale_inv")),
         )
@@ -128,18 +134,20 @@ def quantization_config(
     linears = [tensor.excluded_as for tensor in kept if tensor.kind not in (Kind.NORM, Kind.FLOAT32)]
     if encoding.method == "quark":
         return _quark(encoding, linears)
+    if encoding.method == "compressed-tensors":
+        return _compressed_tensors(linears)
     block = {"weight_block_size": [BLOCK, BLOCK]} if encoding.attention.encoding is Encoding.INT8_BLOCK else {}
     return {"quant_method": encoding.method, "activation_scheme": "dynamic", **block, "ignore": linears}
 
 
 def _quark(encoding: CheckpointEncoding, exclude: list[str]) -> dict[str, object]:
-    layers: dict[str, object] = {}
+    layers = {}
     if encoding.attention not in (encoding.expert, _BF16):
-        layers["*self_attn*"] = _quark_scheme(encoding.attention.encoding)
+        layers["*self_attn*"] = _quark_scheme(encoding.attention)
     return {
         "quant_method": "quark",
         "quant_mode": "eager_mode",
-        "global_quant_config": _quark_scheme(encoding.expert.encoding),
+        "global_quant_config": _quark_scheme(encoding.expert),
         "layer_quant_config": layers,
         "layer_type_quant_config": {},
         "exclude": exclude,
@@ -149,6 +157,30 @@ def _quark(encoding: CheckpointEncoding, exclude: list[str]) -> dict[str, object
     }
 
 
-def _quark_scheme(encoding: Encoding) -> dict[str, object]:
-    weight = dict(_QUARK_WEIGHTS[encoding])
+def _quark_scheme(scheme: Scheme) -> dict[str, object]:
+    weight = {} if scheme.encoding is None else dict(_QUARK_WEIGHTS[scheme.encoding])
     return {"weight": weight, "input_tensors": {**weight, "is_dynamic": True}, "output_tensors": None, "bias": None}
+
+
+def _compressed_tensors(ignore: list[str]) -> dict[str, object]:
+    weights: dict[str, object] = {
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": False,
+        "group_size": 32,
+        "num_bits": 4,
+        "observer": "minmax",
+        "observer_kwargs": {},
+        "strategy": "group",
+        "symmetric": True,
+        "type": "int",
+    }
+    group = {"input_activations": None, "output_activations": None, "targets": ["Linear"], "weights": weights}
+    return {
+        "config_groups": {"group_0": group},
+        "format": "pack-quantized",
+        "ignore": ignore,
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -33,7 +34,7 @@ _STD = 0.02
 # Experts above this many elements are rotations of one random expert: they are there for their bytes.
 _UNIQUE_ELEMENTS = 2**19
 
-_Encoded = tuple[torch.Tensor, torch.Tensor | None]
+_Experts = dict[tuple[Scheme, tuple[int, ...]], tuple[torch.Tensor, ...]]
 _Entry = TypeVar("_Entry")
 
 
@@ -113,41 +114,32 @@ def _prepare(root: Path) -> None:
 
 
 def _write_shards(root: Path, placed: Sequence[PlacedTensor], names: Sequence[str], seed: int) -> None:
-    experts: dict[tuple[Scheme, tuple[int, ...]], _Encoded] = {}
+    experts: _Experts = {}
     with contextlib.ExitStack() as stack:
         writers = []
         for number, name in enumerate(names):
-            infos = []
-            for entry in placed:
-                if entry.weight_shard == number:
-                    infos.append(entry.weight)
-                if entry.scale is not None and entry.scale_shard == number:
-                    infos.append(entry.scale)
+            infos = [info for tensor in placed for info, shard in tensor.entries if shard == number]
             writers.append(stack.enter_context(ShardWriter(root / name, infos, {"format": "pt"})))
-        for entry in placed:
-            weight, scale = _values(entry.tensor, entry.scheme, seed, experts)
-            writers[entry.weight_shard].write(entry.weight.name, weight)
-            if entry.scale is not None and scale is not None:
-                writers[entry.scale_shard].write(entry.scale.name, scale)
+        for tensor in placed:
+            values = _values(tensor.tensor, tensor.scheme, seed, experts)
+            for (info, shard), value in zip(tensor.entries, values, strict=True):
+                writers[shard].write(info.name, value)
         for writer in writers:
             writer.finish()
 
 
-def _values(
-    tensor: Tensor, scheme: Scheme, seed: int, experts: dict[tuple[Scheme, tuple[int, ...]], _Encoded]
-) -> _Encoded:
-    """The stored weight and scale of one tensor; `experts` keeps the one random expert of each shape."""
+def _values(tensor: Tensor, scheme: Scheme, seed: int, experts: _Experts) -> tuple[torch.Tensor, ...]:
+    """What is stored of one tensor; `experts` keeps the one random expert of each shape."""
     number = int.from_bytes(hashlib.blake2b(f"{seed}:{tensor.name}".encode(), digest_size=7).digest(), "little")
-    elements = 1
-    for length in tensor.shape:
-        elements *= length
+    elements = math.prod(tensor.shape)
     if tensor.kind is not Kind.EXPERT or elements <= _UNIQUE_ELEMENTS:
         return encode(_random(tensor, number), scheme)
     key = (scheme, tensor.shape)
     if key not in experts:
         experts[key] = encode(_random(tensor, seed), scheme)
-    weight, scale = experts[key]
-    return torch.roll(weight.view(torch.uint8).reshape(-1), number % elements * weight.element_size()), scale
+    weight, *rest = experts[key]
+    rotated = torch.roll(weight.view(torch.uint8).reshape(-1), number % elements * weight.element_size())
+    return rotated, *rest
 
 
 def _random(tensor: Tensor, seed: int) -> torch.Tensor:
@@ -158,10 +150,12 @@ def _random(tensor: Tensor, seed: int) -> torch.Tensor:
 
 
 def _index(placed: Sequence[PlacedTensor], names: Sequence[str]) -> dict[str, object]:
-    weight_map = {entry.weight.name: names[entry.weight_shard] for entry in placed}
-    weight_map.update((entry.scale.name, names[entry.scale_shard]) for entry in placed if entry.scale is not None)
-    total = sum(entry.weight.nbytes + (entry.scale.nbytes if entry.scale else 0) for entry in placed)
-    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    entries = [entry for tensor in placed for entry in tensor.entries]
+    weight_map = {info.name: names[shard] for info, shard in entries}
+    return {
+        "metadata": {"total_size": sum(info.nbytes for info, _ in entries)},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
 
 
 def _document(

@@ -1,4 +1,4 @@
-"""The tensor tables that MLA families share: published names, and shapes in terms of config.json.
+"""What MLA families share: config keys, sizes of a small model, and tensor tables with published names.
 
 Sources: the key grammar of the published GLM-5.2-FP8 headers, DeepSeek-V3's README_WEIGHTS, and the state dicts of
 transformers' models of the same families.
@@ -6,9 +6,52 @@ transformers' models of the same families.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from weightprep.synth.layout import Kind, LayerKind, Row
 
-__all__ = ["COPIED_BY_NEXTN", "INDEXER", "LAYER", "MLA", "NEXTN", "PLAIN_Q", "Q_LORA", "ROUTER_BIAS", "top_level"]
+__all__ = [
+    "COMMON_KEYS",
+    "COPIED_BY_NEXTN",
+    "INDEXER",
+    "LAYER",
+    "MLA",
+    "NEXTN",
+    "PLAIN_Q",
+    "Q_LORA",
+    "ROUTER_BIAS",
+    "SMALL_SIZES",
+    "top_level",
+]
+
+# Published keys that say nothing about sizes and are the same for all families here.
+COMMON_KEYS: Mapping[str, object] = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+    "use_cache": True,
+    "ep_size": 1,
+    "moe_layer_freq": 1,
+    "pretraining_tp": 1,
+}
+
+# Sizes that stay small whatever the attention's are: they only add bytes.
+SMALL_SIZES: Mapping[str, int] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
 
 LAYER = (
     Row("input_layernorm.weight", ("hidden_size",), Kind.NORM),
