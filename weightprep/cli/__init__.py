@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+from weightprep import __version__
 from weightprep.cli.convert import convert
 from weightprep.cli.inspect import inspect
 from weightprep.cli.recipes import recipes
@@ -14,11 +17,27 @@ __all__ = ["app"]
 
 app = typer.Typer(
     name="weightprep",
-    help="Put model weights into exactly the form on which sglang's fast kernels gate.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Put model weights into exactly the form on which sglang's fast kernels gate."""
+
+
 for command in (convert, inspect, verify, synth):
     app.command()(command)
 app.add_typer(recipes)

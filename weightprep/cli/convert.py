@@ -49,7 +49,7 @@ def convert(
         os.cpu_count() or 1, _MAX_DEFAULT_WORKERS
     ),
     part: Annotated[str | None, typer.Option(metavar="i/n", help="Do part i of n; --finish completes them.")] = None,
-    finish: Annotated[str | None, typer.Option(metavar="n", help="Complete a conversion done in n parts.")] = None,
+    finish: Annotated[bool, typer.Option("--finish", help="Complete a conversion that was done in parts.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is at DST.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
@@ -80,10 +80,12 @@ def convert(
         requantize=requantize,
         allow_quality_loss=allow_quality_loss,
         workers=workers,
-        part=_parse_part(part, finish),
-        finish=finish is not None,
+        part=_parse_part(part),
+        finish=finish,
         overwrite=overwrite,
     )
+    if part is not None and finish:
+        raise _bad_part(f"{part!r} and --finish")
     plan = make_plan(options)
     if dry_run or not plan.modules:
         _show_plan(plan, as_json=json, dry_run=dry_run)
@@ -116,17 +118,21 @@ def parse_precision(text: str | None) -> str | dict[str, str] | None:
     return {group.strip(): name.strip() for group, _, name in pairs}
 
 
-def _parse_part(part: str | None, finish: str | None) -> Part | None:
-    if part is None and finish is None:
+def _parse_part(text: str | None) -> Part | None:
+    if text is None:
         return None
-    index, _, count = ("1/" + finish if finish is not None else part or "").partition("/")
-    if index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count) and (part is None or finish is None):
+    index, _, count = text.partition("/")
+    if index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count):
         return Part(int(index), int(count))
-    raise RecipeError(
-        "--part" if part is not None else "--finish",
-        found=repr(part if part is not None else finish) + (" and --finish" if part and finish else ""),
-        wanted="--part i/n with i from 1 to n, or --finish n",
-        remedy="give every job of the array its own i, and run --finish n once after all of them",
+    raise _bad_part(repr(text))
+
+
+def _bad_part(found: str) -> RecipeError:
+    return RecipeError(
+        "--part",
+        found=found,
+        wanted="i/n with i from 1 to n, or --finish alone",
+        remedy="give every job of the array its own i, and run --finish once after all of them",
     )
 
 
@@ -239,7 +245,7 @@ def _show_result(plan: ConversionPlan, result: Result, *, as_json: bool) -> None
         return
     if not result.committed:
         count = plan.options.part.count if plan.options.part else 1
-        print(f"part done: {len(result.modules)} module(s) converted; after all parts run --finish {count}")
+        print(f"part done: {len(result.modules)} module(s) converted; after all {count} run --finish")
         return
     errors = [record.quality.relative_error for record in result.modules]
     print(f"{result.output}: {len(errors)} module(s) converted, relative error {min(errors):.4f}-{max(errors):.4f}")

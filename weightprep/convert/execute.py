@@ -16,7 +16,7 @@ from weightprep import __version__
 from weightprep.checkpoint.manifest import MANIFEST_NAME, SIDECAR_MANIFEST, Manifest, ModuleRecord
 from weightprep.checkpoint.writer import fsync_directory
 from weightprep.convert.files import FileRunner, Progress, ResumableError, check_unchanged
-from weightprep.convert.journal import Entry, Journal, claim, finished_files, tree_of
+from weightprep.convert.journal import Entry, Journal, claim, finished_files, parts_of, tree_of
 from weightprep.convert.options import ConvertOptions, Layout, LinkMode, Part, nearest_existing
 from weightprep.convert.placing import can_link, place_file, replace_file, write_bytes
 from weightprep.convert.plan import ConversionPlan
@@ -63,7 +63,7 @@ def execute(plan: ConversionPlan, progress: Progress) -> Result:
     :raises KeyboardInterrupt: interrupted; what is finished is kept
     """
     options, partial = plan.options, plan.options.partial
-    part = options.part or Part(1, 1)
+    part = options.part or Part(1, parts_of(partial) if options.finish else 1)
     summary = {"source": str(options.source), "destination": str(options.destination), "files": len(plan.jobs)}
     try:
         claim(partial, plan.identity, part.count, summary, overwrite=options.overwrite)

@@ -23,7 +23,7 @@ from weightprep.checkpoint.writer import fsync_directory
 from weightprep.convert.options import Part
 from weightprep.errors import CheckpointError
 
-__all__ = ["Entry", "Journal", "claim", "finished_files", "tree_of"]
+__all__ = ["Entry", "Journal", "claim", "finished_files", "parts_of", "tree_of"]
 
 _PLAN = "plan.json"
 _FILES = "files"
@@ -67,6 +67,17 @@ def claim(partial: Path, identity: str, parts: int, summary: Mapping[str, Any], 
         raise _foreign(partial, "the partial result of another conversion, or of this one before its source changed")
     _discard(partial)
     claim(partial, identity, parts, summary, overwrite=False)
+
+
+def parts_of(partial: Path) -> int:
+    """Over how many journals the work in `partial` is spread.
+
+    :raises CheckpointError: nothing was begun there
+    """
+    parts = read_object(partial / _PLAN, max_bytes=_MAX_PLAN_BYTES).get("parts")
+    if type(parts) is not int or parts < 1:
+        raise _foreign(partial, f"a plan of {parts!r} parts")
+    return parts
 
 
 def _claimed(partial: Path, identity: str, parts: int, summary: Mapping[str, Any]) -> bool:
