@@ -1,0 +1,124 @@
+"""Run in a process of its own by test_compressor_hooks: the hooks on sglang's real compressor, on a CPU.
+
+Prints one JSON document. aiter's GEMM is stood in for by torch's, which like it takes and returns bf16.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+HIDDEN, HEAD_DIM, RATIO, TOKENS = 64, 128, 4, 12
+
+
+def build() -> Any:
+    from sglang.srt.layers.attention.dsv4.compressor import Compressor
+
+    config = SimpleNamespace(hidden_size=HIDDEN, qk_rope_head_dim=64, rms_norm_eps=1e-6)
+    compressor = Compressor(config, 3, False, torch.zeros(1), RATIO, HEAD_DIM)
+    generator = torch.Generator().manual_seed(0)
+    weight = compressor.wkv_gate.weight
+    weight.data.copy_(torch.randn(weight.shape, generator=generator) * HIDDEN**-0.5)
+    compressor.ape.data.copy_(torch.randn(compressor.ape.shape, generator=generator))
+    return compressor
+
+
+def prefill_plan() -> Any:
+    """One request of TOKENS tokens from its beginning: every fourth completes a window; nothing has to be stored."""
+    from sglang.kernels.ops.attention.dsv4.compress import CompressorPrefillPlan
+
+    record = np.dtype([("seq_len", "<u4"), ("row", "<u2"), ("held", "<u2"), ("page_0", "<i4"), ("page_1", "<i4")])
+    rows = [(end, end - 1, max(0, 8 - end), 0, 0) for end in range(RATIO, TOKENS + 1, RATIO)]
+    raw = np.frombuffer(np.array(rows, record).tobytes(), np.uint8).reshape(len(rows), 16)
+    return CompressorPrefillPlan(RATIO, torch.from_numpy(raw.copy()), torch.empty((0, 8), dtype=torch.uint8))
+
+
+def compress(compressor: Any, score: torch.Tensor, **keywords: Any) -> torch.Tensor:
+    """Through the name that the backend itself calls."""
+    from sglang.srt.layers.attention.dsv4 import compressor_v2
+
+    state = torch.zeros((2, RATIO, 4 * HEAD_DIM))
+    ape = compressor.ape.view(-1, HEAD_DIM)
+    plan = prefill_plan()
+    result: torch.Tensor = compressor_v2.compress_forward(
+        kv_score_buffer=state,
+        kv_score_input=score,
+        ape=ape,
+        plan=plan,
+        compress_ratio=RATIO,
+        head_dim=HEAD_DIM,
+        is_online=False,
+        **keywords,
+    )
+    return result
+
+
+def main() -> None:
+    from weightprep.engines.sglang import compressor_hooks as hooks
+    from weightprep.errors import EngineError
+    from weightprep.runtime import witness
+
+    report: dict[str, Any] = {"without_aiter": hooks.register_compressor_hooks().reason}
+
+    from sglang.kernels.ops.gemm import bf16_fp32
+    from sglang.srt.environ import envs
+    from sglang.srt.layers.attention.dsv4 import compressor as module
+
+    # asks for server arguments; no context parallelism here
+    module.dsa_use_prefill_cp = lambda forward_batch: False
+    compressor = build()
+    x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    stock = compressor._compute_wkv_gate(x)
+    report["stock_dtype"] = str(stock.dtype)
+    gemm = torch.nn.functional.linear
+
+    with envs.SGLANG_OPT_USE_ONLINE_COMPRESS.override(True):
+        try:
+            hooks.register_compressor_hooks(gemm)
+        except EngineError as error:
+            report["online"] = str(error)
+
+    # the way of 0.5.15 and 0.5.18, on the same module-level name
+    upstream = module.linear_bf16_fp32
+    hooks._gemm = gemm
+    hooks._rebind_gate_gemm()
+    hooks._rebind_gate_gemm()
+    report["rebound_dtype"] = str(compressor._compute_wkv_gate(x).dtype)
+    report["rebound_once"] = module.linear_bf16_fp32.weightprep_original is upstream
+    report["router_keeps_its_gemm"] = bf16_fp32.linear_bf16_fp32 is upstream
+    module.linear_bf16_fp32 = upstream
+
+    witness.reset()
+    path = hooks.register_compressor_hooks(gemm)
+    report["direct"], report["again"] = path.direct, hooks.register_compressor_hooks(gemm).direct
+    score = compressor.compute_kv_score(x, SimpleNamespace())
+    report["score_dtype"] = str(score.dtype)
+    report["score_is_the_gemm"] = torch.equal(score, gemm(x, compressor.wkv_gate.weight))
+
+    out = compress(compressor, score)
+    report["out_dtype"] = str(out.dtype)
+    report["out"] = out.double().tolist()
+    report["score"], report["ape"] = score.double().tolist(), compressor.ape.view(-1, HEAD_DIM).double().tolist()
+    given = torch.full((TOKENS // RATIO, HEAD_DIM), float("nan"), dtype=torch.bfloat16)
+    kept = compress(compressor, score, out=given)
+    report["given_out_is_used"] = kept is given and bool((given == out.to(torch.bfloat16)).all())
+    report["counts"] = witness.counts()
+
+    compressor.wkv_gate.weight.data = compressor.wkv_gate.weight.data.float()
+    violations = hooks.compressor_violations(torch.nn.ModuleDict({"compressor": compressor}), "gfx950")
+    report["violations"] = [str(violation) for violation in violations]
+    report["float32_weight_dtype"] = str(compressor._compute_wkv_gate(x.float()).dtype)
+    report["declined"] = [list(key) for key in witness.declined()]
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        main()
