@@ -31,4 +31,7 @@ def layout(
 def _store(tensor: torch.Tensor, order: Order | None) -> torch.Tensor:
     if order is None:
         return tensor
-    return tensor.transpose(1, 2).contiguous().transpose(1, 2) if order == "nk_contiguous" else tensor.contiguous()
+    # A copy always: with one head `contiguous` would return a view of the checkpoint's weight, with that weight's strides.
+    stored = tensor.transpose(1, 2) if order == "nk_contiguous" else tensor
+    stored = stored.clone(memory_format=torch.contiguous_format)
+    return stored.transpose(1, 2) if order == "nk_contiguous" else stored

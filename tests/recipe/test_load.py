@@ -1,0 +1,160 @@
+"""Finding and parsing recipes: what is accepted, and how each mistake is answered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from weightprep.errors import RecipeError
+from weightprep.recipe import find_recipe, list_recipes, load_recipe
+from weightprep.recipe.load import recipe_directories
+
+SHIPPED = {"glm_moe_dsa", "deepseek_v3", "deepseek_v3_mxfp4", "kimi_k2", "kimi_k2_mxfp4", "glm4_moe_lite"}
+GLM = next(d for d in recipe_directories() if (d / "glm_moe_dsa.yaml").is_file()) / "glm_moe_dsa.yaml"
+
+
+def write(directory: Path, text: str, name: str = "mine") -> Path:
+    path = directory / f"{name}.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def glm_with(directory: Path, old: str, new: str) -> Path:
+    text = GLM.read_text(encoding="utf-8").replace("name: glm_moe_dsa", "name: mine", 1)
+    assert old in text
+    return write(directory, text.replace(old, new, 1))
+
+
+def test_what_ships() -> None:
+    assert {recipe.name for recipe in list_recipes()} >= SHIPPED
+
+
+@pytest.mark.parametrize("name", sorted(SHIPPED))
+def test_a_recipe_is_the_same_by_name_and_by_path(name: str) -> None:
+    assert load_recipe(name) == load_recipe(GLM.parent / f"{name}.yaml")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "name"),
+    [
+        ("GlmMoeDsaForCausalLM", "glm_moe_dsa", "glm_moe_dsa"),
+        ("GlmMoeDsaForCausalLMNextN", None, "glm_moe_dsa"),
+        ("DeepseekV2ForCausalLM", "deepseek_v2", "deepseek_v3"),
+        ("DeepseekV3ForCausalLM", None, "deepseek_v3"),
+        ("DeepseekV3ForCausalLM", "deepseek_v3", "deepseek_v3"),
+        ("DeepseekV32ForCausalLM", "deepseek_v32", "deepseek_v3"),
+        ("DeepseekV3ForCausalLM", "kimi_k2", "kimi_k2"),
+        ("KimiK25ForConditionalGeneration", "kimi_k25", "kimi_k2"),
+        ("Glm4MoeLiteForCausalLM", "glm4_moe_lite", "glm4_moe_lite"),
+    ],
+)
+def test_found_by_architecture(architecture: str, model_type: str | None, name: str) -> None:
+    assert find_recipe(architecture, model_type).name == name
+
+
+def test_an_unknown_architecture_lists_the_known_ones() -> None:
+    with pytest.raises(RecipeError, match=r"(?s)LlamaForCausalLM: found no recipe.*GlmMoeDsaForCausalLM") as caught:
+        find_recipe("LlamaForCausalLM")
+    assert caught.value.exit_code == 2
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(RecipeError, match="glm_moe_dsa"):
+        load_recipe("glm")
+
+
+def test_a_users_directory_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = GLM.read_text(encoding="utf-8").replace("min_sqnr_db: 28", "min_sqnr_db: 20", 1)
+    write(tmp_path, text, "glm_moe_dsa")
+    shipped = load_recipe("glm_moe_dsa")
+    monkeypatch.setenv("WEIGHTPREP_RECIPES", str(tmp_path))
+    assert load_recipe("glm_moe_dsa").hash != shipped.hash
+    assert {recipe.name for recipe in list_recipes()} >= SHIPPED
+    assert [recipe.name for recipe in list_recipes()].count("glm_moe_dsa") == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("schema: 1", "schema: 2", "schema"),
+        ("schema: 1", "schema: 1\ncolour: red", "colour"),
+        ("on: [decoder, nextn]", "on: [decoder, nextn]\n    colour: red", r"modules\.kv_b\.colour"),
+        ("{format: e4m3fn, granularity: tensor}", "{format: e5m2}", r"store\[1\]\.quantize_fp8\.format"),
+        ("{format: e4m3fn, granularity: tensor}", "{group: 32}", r"store\[1\]\.quantize_fp8\.group"),
+        ("- quantize_fp8: {format: e4m3fn, granularity: tensor}", "- quantise: {}", r"store\[1\].*step 'quantise'"),
+        ("- quantize_fp8: {format: e4m3fn, granularity: tensor}", "- quantize_fp8", "a step is a mapping"),
+        ("      - dequantize: {}\n", "", r"store\[0\]: step quantize_fp8: found a whole weight"),
+        ("      - split_kv_b: {}\n", "", r"load\[0\]: step e4m3_for_target: found a whole weight"),
+        ("- dequantize: {}", "- split_kv_b: {}", r"store\[0\]: step split_kv_b"),
+        ("on: [decoder, nextn]", "on: [decoder, encoder]", r"modules\.kv_b\.on: found encoder"),
+        ("on: [decoder, nextn]", "on: []", r"modules\.kv_b\.on"),
+        ("ensures: fp8_absorbed", "ensures: fp9", r"modules\.kv_b\.ensures: found fp9"),
+        ("shape: [heads, nope, rank]", "shape: [heads, ropes, rank]", "the name 'ropes'"),
+        ("shape: [heads, nope, rank]", "shape: [heads, nope ** 9, rank]", r"wanted names, integers and \+ - \* //"),
+        ("shape: [heads, nope, rank]", "shape: [heads, '__import__(\"os\").getpid()', rank]", "wanted names, integers"),
+        ("dtype: float8_e4m3fn", "dtype: float9", "w_kc.dtype"),
+        ('"{prefix}.self_attn.kv_b_proj"', '"self_attn.kv_b_proj"', r"must contain \{prefix\}"),
+        ('"{prefix}.self_attn.kv_b_proj"', '"{prefix}.self_attn.{which}"', "and no other"),
+        ('prefix: "model.layers.{i}"', 'prefix: "model.layers"', r"must contain \{i\}"),
+        ("passes: [fp8_block", "passes: [fp8_row", "passes"),
+        ("precision: fp8", "precision: fp8\n    precision: fp8", "repeated key"),
+        ("description:", "description: &a", None),
+        ("description: GLM", "description: *b GLM", "alias|undefined|while"),
+    ],
+)
+def test_mistakes_are_named_by_file_and_key(tmp_path: Path, old: str, new: str, words: str | None) -> None:
+    path = glm_with(tmp_path, old, new)
+    if words is None:
+        load_recipe(path)
+        return
+    with pytest.raises(RecipeError, match=f"(?s){words}") as caught:
+        load_recipe(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "- a\n- b\n", "1: 2\n", "{", "\x00", "a: !!python/object/apply:os.getpid []\n"])
+def test_what_is_no_recipe(tmp_path: Path, text: str) -> None:
+    with pytest.raises(RecipeError, match=r"mine\.yaml"):
+        load_recipe(write(tmp_path, text))
+
+
+def test_deep_nesting_and_size_are_bounded(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError):
+        load_recipe(write(tmp_path, "a: " + "[" * 20_000))
+    with pytest.raises(RecipeError, match="1 MiB"):
+        load_recipe(write(tmp_path, "a: " + "b" * (1 << 20)))
+
+
+def test_a_missing_file_and_a_misnamed_one(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"absent\.yaml"):
+        load_recipe(tmp_path / "absent.yaml")
+    with pytest.raises(RecipeError, match="wanted other, the file's name"):
+        load_recipe(write(tmp_path, GLM.read_text(encoding="utf-8"), "other"))
+
+
+def test_nothing_to_convert_needs_a_reason(tmp_path: Path) -> None:
+    text = "schema: 1\nname: mine\narchitectures: [A]\n"
+    with pytest.raises(RecipeError, match="nothing_to_convert"):
+        load_recipe(write(tmp_path, text))
+    recipe = load_recipe(write(tmp_path, text + "nothing_to_convert: A has no kv_b_proj\n"))
+    assert recipe.nothing_to_convert == "A has no kv_b_proj"
+
+
+def test_the_hash_is_that_of_the_content(tmp_path: Path) -> None:
+    one = load_recipe(glm_with(tmp_path, "schema: 1\n", "# a comment\nschema: 1\n")).hash
+    two = load_recipe(glm_with(tmp_path, "schema: 1\nname: mine\n", "name: mine\nschema: 1\n")).hash
+    other = load_recipe(glm_with(tmp_path, "min_sqnr_db: 28", "min_sqnr_db: 27")).hash
+    assert one == two != other
+
+
+def test_recipes_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load_recipe("glm_moe_dsa").name = "other"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", sorted(SHIPPED))
+def test_shipped_recipes_say_nothing_twice(name: str) -> None:
+    document = yaml.safe_load((GLM.parent / f"{name}.yaml").read_text(encoding="utf-8"))
+    assert len(document["architectures"]) == len(set(document["architectures"]))

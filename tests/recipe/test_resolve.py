@@ -1,0 +1,148 @@
+"""From recipe and config to a plan: names, layers, precisions and contracts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weightprep.errors import RecipeError
+from weightprep.formats import Encoding
+from weightprep.recipe import load_recipe, resolve
+
+GLM_52: dict[str, object] = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "num_hidden_layers": 78,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 64,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "kv_lora_rank": 512,
+    "head_dim": 64,
+}
+KIMI = {key: value for key, value in GLM_52.items() if key != "architectures"} | {
+    "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 0,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+
+
+def test_glm_names_every_layer_and_the_nextn_layer() -> None:
+    plan = resolve(load_recipe("glm_moe_dsa"), GLM_52)
+    assert plan.dims == {"heads": 64, "nope": 192, "v": 256, "rank": 512}
+    assert [module.source for module in plan.modules] == [f"model.layers.{i}.self_attn.kv_b_proj" for i in range(79)]
+    assert [module.group for module in plan.modules] == ["decoder"] * 78 + ["nextn"]
+    assert [module.optional for module in plan.modules] == [False] * 78 + [True]
+    first = plan.modules[0]
+    assert [step.name for step in first.store] == ["dequantize", "quantize_fp8"]
+    assert [step.name for step in first.load] == ["split_kv_b", "e4m3_for_target", "layout"]
+    assert first.prepare == first.store + first.load
+    assert (first.precision, first.contract, first.min_sqnr_db) == ("fp8", "fp8_absorbed", 28)
+    assert plan.recipe_hash == load_recipe("glm_moe_dsa").hash
+
+
+@pytest.mark.parametrize("encoding", Encoding)
+def test_fp8_sources_are_passed_unless_asked(encoding: Encoding) -> None:
+    module = resolve(load_recipe("glm_moe_dsa"), GLM_52).modules[0]
+    passed = encoding.value.startswith("fp8")
+    assert module.store_for(encoding) == (() if passed else module.store)
+    assert module.store_for(encoding, requantize=True) == module.store
+
+
+def test_a_wrapper_differs_in_prefix_and_place_of_its_dims() -> None:
+    wrapped = {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": KIMI, "num_hidden_layers": 27}
+    plan = resolve(load_recipe("kimi_k2"), wrapped)
+    assert len(plan.modules) == 61
+    assert plan.modules[60].source == "language_model.model.layers.60.self_attn.kv_b_proj"
+    plain = resolve(load_recipe("kimi_k2"), {**KIMI, "architectures": ["DeepseekV3ForCausalLM"]})
+    assert plain.modules[60].source == "model.layers.60.self_attn.kv_b_proj"
+    assert plain.dims == plan.dims
+
+
+def test_a_wrapper_without_its_inner_config() -> None:
+    with pytest.raises(RecipeError, match=r"config\.json: text_config"):
+        resolve(load_recipe("kimi_k2"), {**KIMI, "architectures": ["KimiK25ForConditionalGeneration"]})
+
+
+@pytest.mark.parametrize("absent", [None, "null"])
+def test_a_config_without_nextn(absent: str | None) -> None:
+    config = {key: value for key, value in GLM_52.items() if key != "num_nextn_predict_layers"}
+    if absent == "null":
+        config["num_nextn_predict_layers"] = None
+    assert len(resolve(load_recipe("glm_moe_dsa"), config).modules) == 78
+
+
+def test_nextn_can_be_kept() -> None:
+    plan = resolve(load_recipe("glm_moe_dsa"), GLM_52, nextn="keep")
+    assert len(plan.modules) == 78
+    assert plan.kept == ("model.layers.78.self_attn.kv_b_proj",)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "decoder", "nextn"),
+    [
+        ("glm_moe_dsa", None, "fp8", "fp8"),
+        ("glm_moe_dsa", "bf16", "bf16", "bf16"),
+        ("glm_moe_dsa", "mxfp4", "mxfp4", "fp8"),
+        ("glm_moe_dsa", {"decoder": "mxfp4"}, "mxfp4", "fp8"),
+        ("glm_moe_dsa", {"decoder": "mxfp4", "nextn": "mxfp4"}, "mxfp4", "mxfp4"),
+        ("glm_moe_dsa", {"nextn": "bf16"}, "fp8", "bf16"),
+        ("deepseek_v3_mxfp4", None, "mxfp4", "fp8"),
+        ("deepseek_v3_mxfp4", {"nextn": "mxfp4"}, "mxfp4", "mxfp4"),
+        ("deepseek_v3_mxfp4", "fp8", "fp8", "fp8"),
+    ],
+)
+def test_precision_by_group(name: str, precision: str | dict[str, str] | None, decoder: str, nextn: str) -> None:
+    recipe = load_recipe(name)
+    plan = resolve(recipe, {**GLM_52, "architectures": [recipe.architectures[0]]}, precision=precision)
+    assert {module.group: module.precision for module in plan.modules} == {"decoder": decoder, "nextn": nextn}
+    assert {module.contract for module in plan.modules if module.group == "nextn"} == {f"{nextn}_absorbed"}
+
+
+@pytest.mark.parametrize(
+    ("precision", "words"),
+    [
+        ("fp6", "no pipeline of this precision"),
+        ({"encoder": "fp8"}, "precision for encoder: found an unknown layer group"),
+        ("bf16+fp8", "w_kc and w_vc in different precisions"),
+        ({"decoder": "bf16+fp8"}, "reads w_kc's dtype"),
+    ],
+)
+def test_refused_precisions(precision: str | dict[str, str], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        resolve(load_recipe("glm_moe_dsa"), GLM_52, precision=precision)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"kv_lora_rank": None}, r"config\.json: kv_lora_rank: found nothing"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank: found 0"),
+        ({"kv_lora_rank": "512"}, "kv_lora_rank: found '512'"),
+        ({"num_attention_heads": True}, "num_attention_heads: found True"),
+        ({"num_hidden_layers": None}, "num_hidden_layers: found nothing"),
+        ({"num_hidden_layers": 10**9}, "at most 10000 layers"),
+        ({"num_hidden_layers": -3}, "layers"),
+        ({"num_nextn_predict_layers": -3}, "layers"),
+        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
+        ({"architectures": None}, "architectures"),
+    ],
+)
+def test_bad_configs(change: dict[str, object], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        resolve(load_recipe("glm_moe_dsa"), {**GLM_52, **change})
+
+
+def test_contract_of_a_rank() -> None:
+    plan = resolve(load_recipe("glm_moe_dsa"), GLM_52)
+    contract = plan.contract("fp8_absorbed", heads=8)
+    assert contract["w_kc"].shape == (8, 192, 512)
+    assert contract["w_kc"].strides == (192 * 512, 1, 192)
+    assert contract["w_vc"].shape == (8, 512, 256)
+    assert contract["w_vc"].strides == (512 * 256, 1, 512)
+    assert (contract["w_scale"].dtype, contract["w_scale"].shape) == (torch.float32, ())
+    assert plan.contract("fp8_absorbed")["w_kc"].shape == (64, 192, 512)
+    assert plan.contract("fp8_absorbed", target="gfx942")["w_kc"].dtype is torch.float8_e4m3fnuz
+    assert plan.contract("mxfp4_absorbed", heads=8)["w_scale_k"].shape == (8, 6, 512)
+    with pytest.raises(RecipeError, match="no such contract"):
+        plan.contract("fp9_absorbed")

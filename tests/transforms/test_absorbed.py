@@ -1,0 +1,175 @@
+"""The absorbed forms: fp8 by definition, MXFP4 against sglang's Quark branch, e4m3fnuz against the numbers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from sources import meaning, source
+
+from weightprep.errors import CheckpointError, RecipeError
+from weightprep.formats import EncodedShape, Encoding
+from weightprep.transforms import Bundle, StepContext, make_step, run_steps
+
+DIMS = {"heads": 4, "nope": 192, "v": 256, "rank": 512}
+
+
+def steps(*names: str) -> list:
+    return [make_step(name, {}, "test") for name in names]
+
+
+def kv_b(dims: dict[str, int], encoding: Encoding = Encoding.BF16, seed: int = 0) -> Bundle:
+    return source(encoding, dims["heads"] * (dims["nope"] + dims["v"]), dims["rank"], seed)
+
+
+def halves(values: np.ndarray, dims: dict[str, int]) -> tuple[np.ndarray, np.ndarray]:
+    """w_kc (heads, nope, rank) and w_vc (heads, rank, v) by the definition of kv_b_proj's rows."""
+    size = dims["nope"] + dims["v"]
+    k = [values[head * size : head * size + dims["nope"]] for head in range(dims["heads"])]
+    v = [values[head * size + dims["nope"] : (head + 1) * size].T for head in range(dims["heads"])]
+    return np.stack(k), np.stack(v)
+
+
+@pytest.mark.parametrize(
+    "dims", [DIMS, {"heads": 3, "nope": 128, "v": 128, "rank": 512}, {**DIMS, "heads": 1, "rank": 64}]
+)
+def test_split_and_layout(dims: dict[str, int]) -> None:
+    bundle = kv_b(dims)
+    result = run_steps(steps("split_kv_b", "layout"), bundle, StepContext(dims=dims))
+    h, p, v, r = (dims[name] for name in ("heads", "nope", "v", "rank"))
+    w_kc, w_vc = halves(meaning(bundle), dims)
+    np.testing.assert_array_equal(result["w_kc"].float().numpy(), w_kc)
+    np.testing.assert_array_equal(result["w_vc"].float().numpy(), w_vc)
+    assert (tuple(result["w_kc"].shape), result["w_kc"].stride()) == ((h, p, r), (p * r, 1, p))
+    assert (tuple(result["w_vc"].shape), result["w_vc"].stride()) == ((h, r, v), (r * v, 1, r))
+    assert set(result) == {"w_kc", "w_vc"}
+
+
+def test_plain_layout_is_the_other_order() -> None:
+    plain = make_step("layout", {"w_kc": "kn_contiguous", "w_vc": "kn_contiguous"}, "test")
+    result = run_steps([*steps("split_kv_b"), plain], kv_b(DIMS), StepContext(dims=DIMS))
+    assert result["w_kc"].is_contiguous()
+    assert result["w_vc"].is_contiguous()
+
+
+@pytest.mark.parametrize("wrong", [{"heads": 5}, {"nope": 128}, {"rank": 256}])
+def test_dims_that_do_not_fit_the_weight(wrong: dict[str, int]) -> None:
+    with pytest.raises(CheckpointError, match=r"layer.weight: found shape \[1792, 512\]"):
+        run_steps(steps("split_kv_b"), kv_b(DIMS), StepContext(dims={**DIMS, **wrong}, name="layer.weight"))
+
+
+@pytest.mark.parametrize("encoding", [Encoding.FP8_BLOCK, Encoding.FP8_CHANNEL, Encoding.MXFP4, Encoding.INT8_BLOCK])
+def test_rows_under_several_scales_cannot_be_split(encoding: Encoding) -> None:
+    with pytest.raises(RecipeError, match="split_kv_b: found a whole weight in"):
+        run_steps(steps("split_kv_b"), kv_b(DIMS, encoding), StepContext(dims=DIMS))
+
+
+def fp8(target: str) -> Bundle:
+    names = ("dequantize", "quantize_fp8", "split_kv_b", "e4m3_for_target", "layout")
+    return run_steps(steps(*names), kv_b(DIMS), StepContext(dims=DIMS, target=target))
+
+
+def test_fnuz_has_the_same_numbers_and_layout() -> None:
+    fn, fnuz = fp8("gfx950"), fp8("gfx942")
+    for role in ("w_kc", "w_vc"):
+        assert fn[role].dtype is torch.float8_e4m3fn
+        assert fnuz[role].dtype is torch.float8_e4m3fnuz
+        assert fn[role].stride() == fnuz[role].stride()
+        codes = fnuz[role].contiguous().view(torch.uint8).numpy()
+        numbers = codes.view(ml_dtypes.float8_e4m3fnuz).astype(np.float32) * fnuz["w_scale"].numpy()
+        np.testing.assert_array_equal(numbers, fn[role].float().numpy() * fn["w_scale"].numpy())
+    assert fnuz["w_scale"].item() == 2 * fn["w_scale"].item()
+
+
+def test_fnuz_codes_are_those_of_sglangs_normalization() -> None:
+    from sglang.srt.layers.quantization.fp8_utils import normalize_e4m3fn_to_e4m3fnuz
+
+    fn, fnuz = fp8("gfx950"), fp8("gfx942")
+    theirs, scale, _ = normalize_e4m3fn_to_e4m3fnuz(fn["w_kc"].contiguous().clone(), fn["w_scale"])
+    assert torch.equal(fnuz["w_kc"].contiguous().view(torch.uint8), theirs.view(torch.uint8))
+    assert fnuz["w_scale"].item() == scale.item()
+
+
+def scalar_mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """dynamic_mxfp4_quant's contract [M, N] -> [M, N/2], [M, N/32], written with ml_dtypes: rule even, ties to even.
+
+    The scale comes back column-major, as aiter returns it.
+    """
+    groups = values.float().numpy().reshape(values.shape[0], -1, 32)
+    amax = np.abs(groups).max(axis=-1)
+    mantissa, exponent = np.frexp(amax)
+    # frexp's mantissa is in [.5, 1): from .875 on, one mantissa bit rounds up to the next power
+    unbiased = np.clip(np.where(amax > 0, exponent - 1 + (mantissa >= 0.875) - 2, -127), -127, 127)
+    codes = np.clip(np.ldexp(groups, -unbiased[..., None]), -6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+    codes = codes.reshape(values.shape[0], -1)
+    scale = torch.from_numpy((unbiased + 127).astype(np.uint8))
+    return torch.from_numpy(codes[:, ::2] | (codes[:, 1::2] << 4)), scale.t().contiguous().t()
+
+
+@pytest.mark.parametrize("encoding", [Encoding.BF16, Encoding.MXFP4])
+@pytest.mark.parametrize(("nope", "v"), [(128, 128), (192, 256), (512, 512)])
+def test_mxfp4_is_what_sglangs_quark_branch_makes(
+    encoding: Encoding, nope: int, v: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.layers.quantization.quark import utils
+
+    # aiter's kernel needs a GPU; everything around it is sglang's own code
+    monkeypatch.setattr(utils, "dynamic_mxfp4_quant", scalar_mxfp4)
+    real_tensor = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda *a, **k: real_tensor(*a, **{**k, "device": "cpu"}))
+    dims = {"heads": 3, "nope": nope, "v": v, "rank": 512}
+    bundle = kv_b(dims, encoding, seed=nope)
+    attention = SimpleNamespace(
+        qk_nope_head_dim=nope, v_head_dim=v, kv_b_proj=SimpleNamespace(weight_scale=bundle.get("scale"))
+    )
+    k, k_scale, v_half, v_scale = utils.quark_post_load_weights(attention, bundle["weight"].clone(), "mxfp4")
+    # the two lines that follow in post_load_weights
+    k = k.transpose(1, 2).contiguous().transpose(1, 2)
+    v_half = v_half.contiguous().transpose(1, 2)
+    names = ("dequantize", "split_kv_b", "absorb_mxfp4", "layout")
+    ours = run_steps(steps(*names), bundle, StepContext(dims=dims))
+    for role, theirs in {"w_kc": k, "w_scale_k": k_scale, "w_vc": v_half, "w_scale_v": v_scale}.items():
+        assert torch.equal(ours[role], theirs), role
+        assert ours[role].stride() == theirs.stride(), role
+        assert ours[role].dtype is torch.uint8
+    assert "w_scale" not in ours
+
+
+def test_w_kc_groups_run_along_nope_and_not_along_rank() -> None:
+    dims = {"heads": 2, "nope": 192, "v": 128, "rank": 512}
+    weight = torch.zeros(2 * 320, 512, dtype=torch.bfloat16)
+    # one large value: only its own group of 32 along nope may get a larger scale
+    weight[40, 100] = 64.0
+    bundle = Bundle.source(weight, None, EncodedShape(Encoding.BF16, 640, 512))
+    result = run_steps(steps("split_kv_b", "absorb_mxfp4", "layout"), bundle, StepContext(dims=dims))
+    assert tuple(result["w_scale_k"].shape) == (2, 6, 512)
+    assert result["w_scale_k"].nonzero().tolist() == [[0, 1, 100]]
+
+
+@pytest.mark.parametrize(
+    "dims", [{"heads": 1, "nope": 48, "v": 64, "rank": 64}, {"heads": 1, "nope": 64, "v": 64, "rank": 80}]
+)
+def test_groups_that_do_not_fit_are_refused(dims: dict[str, int]) -> None:
+    with pytest.raises(CheckpointError, match="multiple of 32"):
+        run_steps(steps("split_kv_b", "absorb_mxfp4"), kv_b(dims), StepContext(dims=dims))
+
+
+def test_whole_weights_are_packed_along_their_columns() -> None:
+    bundle = source(Encoding.BF16, 4, 64)
+    result = run_steps(steps("quantize_mxfp4"), bundle, StepContext())
+    packed, scale = scalar_mxfp4(bundle["weight"])
+    assert torch.equal(result["weight"], packed)
+    assert torch.equal(result["scale"], scale)
+    assert result.encoded == EncodedShape(Encoding.MXFP4, 4, 64)
+
+
+@pytest.mark.parametrize("name", ["quantize_mxfp4", "cast"])
+def test_non_finite_weights_are_refused(name: str) -> None:
+    bundle = source(Encoding.FP32, 4, 64)
+    bundle["weight"][1, 1] = float("inf")
+    step = make_step(name, {"dtype": "bf16"} if name == "cast" else {}, "test")
+    with pytest.raises(CheckpointError, match=r"layer\.weight"):
+        run_steps([step], bundle, StepContext(name="layer.weight"))
