@@ -6,7 +6,8 @@ import pytest
 import torch
 from interpreter import install_exact_casts
 
-install_exact_casts()
+if not torch.cuda.is_available():
+    install_exact_casts()
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,8 @@ from weightprep.runtime.scale_layout import GroupScaleLayout
 from weightprep.runtime.scale_probe import group_arguments, probe_producer, rms_arguments
 
 if __name__ == "__main__":
-    install_exact_casts()
+    if not torch.cuda.is_available():
+        install_exact_casts()
     aiter = import_fused_fp8_quant(Path(sys.argv[1]))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     fp8 = torch.float8_e4m3fn

@@ -1,0 +1,273 @@
+"""Count and time the kernels of a decode step's compressors and quantizations on one GPU, before and after.
+
+    python3 scripts/bench_compressor.py --out DIR [--aiter FOLDER]
+
+`before` widens each gate score in a kernel of its own and transposes each group scale; `after` is weightprep. Both run
+the same GEMM and the same compress and quantization kernels, so the difference is the passes that went away. One CUDA
+graph holds one decode step: 90 compressors with distinct weights and states (DeepSeek-V4-Pro's sizes: 30 of ratio 4
+with head_dim 512, 30 of ratio 4 with head_dim 128 in the indexer, 30 of ratio 128), or 183 quantizations. A figure is
+the median of 20 replays. Nothing is timed before its result was compared with the eager reference. FOLDER holds an
+unpacked amd-aiter wheel: its producers are then timed too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "runtime"))
+
+from weightprep.runtime.compress import compress_decode, gate_score
+from weightprep.runtime.compress_reference import window_of
+from weightprep.runtime.rms_quant import quantize_groups, rms_norm_quantize
+from weightprep.runtime.scale_layout import GroupScaleLayout, materialize
+from weightprep.runtime.scale_probe import probe_producer, rms_arguments
+
+DEVICE = "cuda"
+HIDDEN = 7168
+REPLAYS = 20
+KINDS = ((4, 512), (4, 128), (128, 512))
+OF_EACH_KIND = 30
+QUANTIZATIONS = 183
+BATCHES = (1, 16, 64, 256)
+ROW, COLUMN = GroupScaleLayout.ROW, GroupScaleLayout.COLUMN
+
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One compressor with its weight, bias, state and the decode plan of the batch."""
+
+    ratio: int
+    weight: torch.Tensor
+    ape: torch.Tensor
+    state: torch.Tensor
+    plan: torch.Tensor
+    out: torch.Tensor
+
+
+def decode_plan(ratio: int, rows: int) -> torch.Tensor:
+    """Requests at lengths 1000, 1001, ...: at ratio 4 a quarter of them completes a window in this step."""
+    pages = 2 if ratio == 4 else 1
+    plan = torch.zeros((rows, 4), dtype=torch.int32)
+    for request in range(rows):
+        last = 1000 + request - 1
+        page = [request * pages + (max(p, 0) // ratio) % pages for p in (last - ratio, last)]
+        plan[request] = torch.tensor([last + 1, page[1] * ratio + last % ratio, *page])
+    return plan.view(torch.uint8).to(DEVICE)
+
+
+def layers(rows: int) -> list[Layer]:
+    made = []
+    for ratio, head_dim in KINDS:
+        window, plan = window_of(ratio), decode_plan(ratio, rows)
+        width = 2 * head_dim * (window // ratio)
+        for _ in range(OF_EACH_KIND):
+            made.append(
+                Layer(
+                    ratio,
+                    (torch.randn(width, HIDDEN, device=DEVICE) * HIDDEN**-0.5).bfloat16(),
+                    torch.randn(window, head_dim, device=DEVICE),
+                    torch.randn(rows * (2 if ratio == 4 else 1), ratio, width, device=DEVICE),
+                    plan,
+                    torch.zeros(rows, head_dim, device=DEVICE),
+                )
+            )
+    return made
+
+
+def median_us(step: Step) -> float:
+    """Median over replays of a graph of one step, in microseconds."""
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    times = []
+    for replay in range(REPLAYS + 3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if replay >= 3:
+            times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+def kernel_counts(step: Step) -> dict[str, int]:
+    """Kernels of one step by name, from torch.profiler."""
+    step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    counts = Counter(event.name for event in profile.events() if event.device_type.name == "CUDA")
+    return {name: count for name, count in counts.most_common() if "Activity Buffer" not in name}
+
+
+def copy_bandwidth() -> float:
+    """Bytes read plus written per second by a large device copy."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE).random_()
+    target = torch.empty_like(source)
+    return 2 * source.numel() / (median_us(lambda: target.copy_(source)) * 1e-6)
+
+
+def compressor_step(which: str, x: torch.Tensor, stack: list[Layer]) -> Step:
+    def run() -> None:
+        for layer in stack:
+            score = gate_score(x, layer.weight)
+            if which == "gemm":
+                continue
+            if which == "before":
+                score = score.float()
+            compress_decode(layer.state, score, layer.ape, layer.plan, ratio=layer.ratio, out=layer.out)
+
+    return run
+
+
+def check_compressors(x: torch.Tensor, stack: list[Layer]) -> dict[str, float]:
+    """Both paths give the same bits, the reference's within float32 rounding; also what a bias in bf16 would lose."""
+    worst, bias_in_bf16 = 0.0, []
+    for layer in stack:
+        score = gate_score(x, layer.weight)
+        states = [layer.state.clone() for _ in range(4)]
+        outs = [torch.zeros_like(layer.out) for _ in range(4)]
+        compress_decode(states[0], score, layer.ape, layer.plan, ratio=layer.ratio, out=outs[0])
+        compress_decode(states[1], score.float(), layer.ape, layer.plan, ratio=layer.ratio, out=outs[1])
+        compress_decode(states[2], score, layer.ape, layer.plan, ratio=layer.ratio, out=outs[2], backend="torch")
+        rounded = layer.ape.bfloat16()
+        compress_decode(states[3], score, rounded, layer.plan, ratio=layer.ratio, out=outs[3])
+        if not torch.equal(outs[0], outs[1]) or not torch.equal(states[0], states[1]):
+            raise SystemExit("the bf16 score and the widened one differ")
+        worst = max(worst, float((outs[0] - outs[2]).abs().max()))
+        if outs[0].any():
+            bias_in_bf16.append(float((outs[3] - outs[0]).norm() / outs[0].norm()))
+    if worst > 1e-5:
+        raise SystemExit(f"kernel and reference differ by {worst}")
+    return {
+        "largest_difference_from_reference": worst,
+        "relative_error_if_ape_were_bf16": max(bias_in_bf16, default=0.0),
+    }
+
+
+def bench_compressors(bandwidth: float) -> list[dict[str, Any]]:
+    rows_of_table = []
+    for rows in BATCHES:
+        stack = layers(rows)
+        x = torch.randn(rows, HIDDEN, device=DEVICE).bfloat16()
+        checks = check_compressors(x, stack)
+        moved = sum(layer.weight.nbytes for layer in stack)
+        row: dict[str, Any] = {"rows": rows, "floor_us": moved / bandwidth * 1e6, **checks}
+        for which in ("gemm", "before", "after"):
+            row[f"{which}_us"] = median_us(compressor_step(which, x, stack))
+        row["after_again_us"] = median_us(compressor_step("after", x, stack))
+        if rows == 16:
+            row["kernels"] = {w: kernel_counts(compressor_step(w, x, stack)) for w in ("before", "after")}
+        rows_of_table.append(row)
+        del stack
+    return rows_of_table
+
+
+Produce = Callable[[torch.Tensor, torch.Tensor, GroupScaleLayout], torch.Tensor]
+
+
+def scale_step(produce: Produce, inputs: list[torch.Tensor], residuals: list[torch.Tensor], layout: Any) -> Step:
+    """Quantize every input; where the producer wrote ROW, transpose the scale for a GEMM that reads columns."""
+
+    def run() -> None:
+        for x, residual in zip(inputs, residuals, strict=True):
+            materialize(produce(x, residual, layout), COLUMN)
+
+    return run
+
+
+def producers(aiter: Any | None) -> dict[str, tuple[Produce, int]]:
+    """Name -> (producer of a scale, bytes it moves per value)."""
+    weight = torch.ones(HIDDEN, dtype=torch.bfloat16, device=DEVICE)
+    found: dict[str, tuple[Produce, int]] = {
+        "group quant": (lambda x, residual, layout: quantize_groups(x, layout=layout)[1], 3),
+        "rms quant + residual": (
+            lambda x, residual, layout: rms_norm_quantize(x, weight, 1e-6, residual=residual, layout=layout).scale,
+            7,
+        ),
+    }
+    if aiter is not None:
+        fixed = {"group_size": 128, "dtype_quant": torch.float8_e4m3fn}
+        probed = probe_producer(aiter.fused_rms_fp8_group_quant, rms_arguments(**fixed), device=DEVICE)
+        check_aiter(probed, torch.randn(33, HIDDEN, device=DEVICE).bfloat16(), weight)
+        found[f"aiter rms quant + residual ({probed.behaviour.name})"] = (
+            lambda x, residual, layout: probed(x, weight, 1e-6, res1=residual, layout=layout, **fixed)[0][1],
+            7,
+        )
+    return found
+
+
+def bench_scales(aiter: Any | None, bandwidth: float) -> list[dict[str, Any]]:
+    table = []
+    for rows in BATCHES:
+        inputs = [torch.randn(rows, HIDDEN, device=DEVICE).bfloat16() for _ in range(QUANTIZATIONS)]
+        residuals = [torch.randn_like(x) for x in inputs]
+        for name, (produce, value_bytes) in producers(aiter).items():
+            moved = QUANTIZATIONS * (rows * HIDDEN * value_bytes + rows * HIDDEN // 128 * 4)
+            row: dict[str, Any] = {"rows": rows, "producer": name, "floor_us": moved / bandwidth * 1e6}
+            for which, layout in (("before", ROW), ("after", COLUMN)):
+                step = scale_step(produce, inputs, residuals, layout)
+                row[f"{which}_us"] = median_us(step)
+                if rows == 16:
+                    row[f"{which}_kernels"] = kernel_counts(step)
+            table.append(row)
+    return table
+
+
+def check_aiter(producer: Any, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """The wheel's producer through the wrapper and ours: the same scales in either layout, nearly the same bytes."""
+    for layout in GroupScaleLayout:
+        (q, scale), *_ = producer(x, weight, 1e-6, group_size=128, dtype_quant=torch.float8_e4m3fn, layout=layout)
+        ours = rms_norm_quantize(x, weight, 1e-6, layout=layout)
+        if not layout.holds(scale) or not torch.allclose(scale, ours.scale, rtol=2e-6):
+            raise SystemExit(f"aiter's scales in {layout} differ")
+        differ = (q.view(torch.uint8) != ours.q.view(torch.uint8)).float().mean().item()
+        if differ > 1e-3:
+            raise SystemExit(f"aiter's bytes differ in {differ:.2%}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--aiter", type=Path)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    aiter = None
+    if options.aiter is not None:
+        from aiter_wheel import import_fused_fp8_quant
+
+        aiter = import_fused_fp8_quant(options.aiter)
+    bandwidth = copy_bandwidth()
+    result = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "copy_bandwidth": bandwidth,
+        "compressors": bench_compressors(bandwidth),
+        "scales": bench_scales(aiter, bandwidth),
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "compressor.json").write_text(json.dumps(result, indent=1))
+    for table in ("compressors", "scales"):
+        for row in result[table]:
+            print(json.dumps({k: round(v, 7) if isinstance(v, float) else v for k, v in row.items()}))
+
+
+if __name__ == "__main__":
+    main()
