@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightprep.checkpoint.config import ModelConfig
-from weightprep.convert.runtime_names import names_of_nextn, names_to_exclude
+from weightprep.checkpoint.exclude import EXCLUDE_KEYS, ExcludeList, read_exclude_list
+from weightprep.convert.runtime_names import names_to_exclude
 from weightprep.errors import CheckpointError
 
 __all__ = ["Modules", "StoredScale", "edit_config", "overridden_entries", "storage_for"]
@@ -89,27 +90,18 @@ def edit_config(config: ModelConfig, modules: Modules) -> dict[str, Any]:
         return raw
     holder = raw if raw.get("quantization_config") else raw["text_config"]
     quantization = holder["quantization_config"]
-    for key in ("ignored_layers", _EXCLUDE):
+    excludes = read_exclude_list(config, modules.nextn_prefixes)
+    for key in EXCLUDE_KEYS:
         if quantization.get(key):
-            quantization[key] = _without(quantization[key], modules)
+            quantization[key] = _without(quantization[key], excludes, modules)
     return raw
 
 
 def overridden_entries(config: ModelConfig, modules: Modules) -> Mapping[str, str]:
-    """Quantized module -> the entry of the checkpoint's own exclude list that asked to leave it alone."""
-    entries: list[str] = []
-    for key in ("ignored_layers", _EXCLUDE):
-        value = (config.quantization or {}).get(key)
-        if isinstance(value, list):
-            entries.extend(value)
-    found: dict[str, str] = {}
-    for module in modules.quantized:
-        names = _names(module, modules.nextn_prefixes)
-        for entry in entries:
-            if any(_covers(entry, name) for name in names):
-                found[module] = entry
-                break
-    return found
+    """Quantized module -> the entry of the checkpoint's own exclude lists that asked to leave it alone."""
+    excludes = read_exclude_list(config, modules.nextn_prefixes)
+    found = {module: excludes.entry_for(module) for module in modules.quantized}
+    return {module: entry.text for module, entry in found.items() if entry is not None}
 
 
 def _all_others(modules: Modules) -> list[str]:
@@ -117,23 +109,16 @@ def _all_others(modules: Modules) -> list[str]:
     return names_to_exclude((name for name in modules.linears if name not in quantized), modules.nextn_prefixes)
 
 
-def _without(entries: Iterable[str], modules: Modules) -> list[str]:
+def _without(entries: Iterable[str], excludes: ExcludeList, modules: Modules) -> list[str]:
     """`entries` that cover none of the quantized modules; an entry that also covers others is written out for those."""
-    quantized = [_names(module, modules.nextn_prefixes) for module in modules.quantized]
+    overridden = {entry.text for module in modules.quantized for entry in excludes.entries_for(module)}
     kept: dict[str, None] = {}
-    for entry in entries:
-        if not any(_covers(entry, name) for names in quantized for name in names):
-            kept[entry] = None
+    for text in entries:
+        if text not in overridden:
+            kept[text] = None
             continue
         others = _all_others(modules)
-        kept.update(dict.fromkeys(name for name in others if _covers(entry, name)))
+        kept.update(
+            dict.fromkeys(name for name in others if any(entry.text == text for entry in excludes.entries_for(name)))
+        )
     return list(kept)
-
-
-def _names(module: str, nextn_prefixes: Sequence[str]) -> list[str]:
-    return [module, *names_of_nextn(module, nextn_prefixes)]
-
-
-def _covers(entry: str, name: str) -> bool:
-    bare = entry.removeprefix("model.")
-    return f".{bare}." in f".{name}."
