@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from weightprep.errors import RecipeError
-from weightprep.recipe import find_recipe, list_recipes, load_recipe
+from weightprep.recipe import find_recipe, list_recipes, load_recipe, recipe_schema
 from weightprep.recipe.load import recipe_directories
+from weightprep.transforms import transforms
 
 SHIPPED = {"glm_moe_dsa", "deepseek_v3", "deepseek_v3_mxfp4", "kimi_k2", "kimi_k2_mxfp4", "glm4_moe_lite"}
 GLM = next(d for d in recipe_directories() if (d / "glm_moe_dsa.yaml").is_file()) / "glm_moe_dsa.yaml"
@@ -158,3 +159,20 @@ def test_recipes_are_frozen() -> None:
 def test_shipped_recipes_say_nothing_twice(name: str) -> None:
     document = yaml.safe_load((GLM.parent / f"{name}.yaml").read_text(encoding="utf-8"))
     assert len(document["architectures"]) == len(set(document["architectures"]))
+
+
+@pytest.mark.parametrize("name", sorted(SHIPPED))
+def test_what_show_prints_is_the_recipe(tmp_path: Path, name: str) -> None:
+    recipe = load_recipe(name)
+    printed = yaml.safe_dump(recipe.model_dump(mode="json", by_alias=True), sort_keys=False)
+    assert load_recipe(write(tmp_path, printed, name)) == recipe
+
+
+def test_the_schema_knows_every_step_and_refuses_what_is_not_one() -> None:
+    step = recipe_schema()["$defs"]["StepPart"]
+    assert set(step["properties"]) == set(transforms())
+    assert step["properties"]["quantize_fp8"]["properties"]["granularity"]["enum"] == ["tensor", "channel", "block"]
+    assert step["additionalProperties"] is False
+    assert (step["minProperties"], step["maxProperties"]) == (1, 1)
+    module = recipe_schema()["$defs"]["ModulePart"]
+    assert {"source", "on", "store", "load", "ensures"} <= set(module["properties"])

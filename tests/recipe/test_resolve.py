@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from weightprep.errors import RecipeError
 from weightprep.formats import Encoding
-from weightprep.recipe import load_recipe, resolve
+from weightprep.recipe import Recipe, load_recipe, resolve
 
 GLM_52: dict[str, object] = {
     "architectures": ["GlmMoeDsaForCausalLM"],
@@ -146,3 +148,64 @@ def test_contract_of_a_rank() -> None:
     assert plan.contract("mxfp4_absorbed", heads=8)["w_scale_k"].shape == (8, 6, 512)
     with pytest.raises(RecipeError, match="no such contract"):
         plan.contract("fp9_absorbed")
+
+
+def user_recipe(directory: Path, module: str, layers: str) -> Recipe:
+    text = f"""
+schema: 1
+name: mine
+architectures: [HybridForCausalLM]
+dims: {{experts: n_routed_experts, rows: moe_intermediate_size, cols: hidden_size}}
+layers:
+  decoder: {layers}
+modules:
+  part:
+    source: "{module}"
+    {"each: {e: n_routed_experts}" if "{e}" in module else ""}
+    on: [decoder]
+    store: [{{dequantize: {{}}}}, {{quantize_fp8: {{granularity: channel}}}}]
+    ensures: stored
+contracts:
+  stored:
+    weight: {{dtype: float8_e4m3fn, shape: [rows, cols]}}
+    scale: {{dtype: float32, shape: [rows, 1], finite: true, positive: true}}
+"""
+    path = directory / "mine.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load_recipe(path)
+
+
+HYBRID: dict[str, object] = {
+    "architectures": ["HybridForCausalLM"],
+    "num_hidden_layers": 4,
+    "n_routed_experts": 3,
+    "moe_intermediate_size": 64,
+    "hidden_size": 32,
+}
+
+
+def test_experts_are_named_one_by_one(tmp_path: Path) -> None:
+    layers = '{prefix: "model.layers.{i}", first: 1, count: num_hidden_layers - 1}'
+    recipe = user_recipe(tmp_path, "{prefix}.mlp.experts.{e}.up_proj", layers)
+    plan = resolve(recipe, HYBRID)
+    assert len(plan.modules) == 9
+    assert plan.modules[4].source == "model.layers.2.mlp.experts.1.up_proj"
+    assert plan.contract("stored")["scale"].shape == (64, 1)
+
+
+def test_layers_without_the_module_are_told_by_the_config(tmp_path: Path) -> None:
+    layers = '{prefix: "model.layers.{i}", first: 0, count: num_hidden_layers, only: {layer_types: [full_attention]}}'
+    recipe = user_recipe(tmp_path, "{prefix}.self_attn.kv_b_proj", layers)
+    kinds = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+    assert [m.layer for m in resolve(recipe, {**HYBRID, "layer_types": kinds}).modules] == [1, 3]
+    assert [m.layer for m in resolve(recipe, HYBRID).modules] == [0, 1, 2, 3]
+    for wrong in (kinds[:3], "full_attention"):
+        with pytest.raises(RecipeError, match=r"config\.json: layer_types"):
+            resolve(recipe, {**HYBRID, "layer_types": wrong})
+
+
+def test_a_hostile_count_of_experts(tmp_path: Path) -> None:
+    layers = '{prefix: "model.layers.{i}", first: 0, count: num_hidden_layers}'
+    recipe = user_recipe(tmp_path, "{prefix}.mlp.experts.{e}.up_proj", layers)
+    with pytest.raises(RecipeError, match="at most"):
+        resolve(recipe, {**HYBRID, "n_routed_experts": 10**9})

@@ -70,7 +70,7 @@ def check(file: Annotated[str, typer.Argument(help="Recipe name or YAML file.")]
 @command
 def schema() -> int | None:
     """Print the JSON Schema of recipes, for editors."""
-    from weightprep.recipe import Recipe
+    from weightprep.recipe import recipe_schema
 
-    print(jsonlib.dumps(Recipe.model_json_schema(by_alias=True), indent=2))
+    print(jsonlib.dumps(recipe_schema(), indent=2))
     return None

@@ -1,5 +1,6 @@
 """What is asked: recipes in YAML, their parts as strict models, and the plan that a recipe makes for one model."""
 
+from weightprep.recipe.json_schema import recipe_schema
 from weightprep.recipe.load import find_recipe, list_recipes, load_recipe, recipe_directories
 from weightprep.recipe.plan import ModelPlan, ModulePlan
 from weightprep.recipe.recipe import Recipe
@@ -14,5 +15,6 @@ __all__ = [
     "list_recipes",
     "load_recipe",
     "recipe_directories",
+    "recipe_schema",
     "resolve",
 ]

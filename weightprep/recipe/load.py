@@ -86,7 +86,7 @@ def _parse(path: Path) -> Recipe:
         recipe = Recipe.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"] if part != "pipeline")
+        key = ".".join(str(part) for part in first["loc"])
         raise RecipeError(
             f"{path}: {key or 'top level'}",
             found=f"{_shorten(first.get('input'))}: {first['msg']}",

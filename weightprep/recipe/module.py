@@ -25,6 +25,12 @@ class LayerPart(RecipePart):
     prefix: str = Field(description="name of layer {i} in the checkpoint, for example model.layers.{i}")
     first: str | int = Field(description="expression over config keys: index of the first layer")
     count: str | int = Field(description="expression over config keys: number of layers")
+    only: Mapping[str, tuple[str, ...]] = Field(
+        default_factory=dict,
+        max_length=1,
+        description="key of a list in config.json with one kind for each layer, and the kinds that are of this group; "
+        "without that key in config.json all layers do",
+    )
     optional: bool = Field(
         default=False,
         description="whether a checkpoint, and config.json (absent keys are then 0), may leave these layers out",
@@ -37,8 +43,8 @@ class LayerPart(RecipePart):
         return self
 
 
-class ModulePart(RecipePart):
-    """One kind of weight.
+class ModulePart(PipelinePart):
+    """One kind of weight, and what is done to it.
 
     The keys of a pipeline (`store`, `load`, `passes`, `ensures`, `quality`) belong to `precision`, the default;
     `alternatives` holds the pipelines of other precisions that may be asked for by name.
@@ -48,21 +54,9 @@ class ModulePart(RecipePart):
     each: Mapping[str, str | int] = Field(
         default_factory=dict, description="further placeholders of source and how many values each takes, from 0"
     )
-    on: tuple[str, ...] = Field(
-        min_length=1, description="groups of layers that have this module, names under `layers`"
-    )
+    on: tuple[str, ...] = Field(min_length=1, description="groups of layers with this module, names under `layers`")
     precision: Precision = Field(default="fp8", description="the precision of the pipeline given here")
-    pipeline: PipelinePart
     alternatives: Mapping[Precision, PipelinePart] = Field(default_factory=dict)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _gather_pipeline(cls, value: object) -> object:
-        if not isinstance(value, dict) or "pipeline" in value:
-            return value
-        ours = {key: part for key, part in value.items() if key in PipelinePart.model_fields}
-        rest = {key: part for key, part in value.items() if key not in ours}
-        return {**rest, "pipeline": ours}
 
     @model_validator(mode="after")
     def _is_consistent(self) -> ModulePart:
@@ -74,4 +68,4 @@ class ModulePart(RecipePart):
 
     def pipelines(self) -> dict[str, PipelinePart]:
         """Every pipeline by precision, the default first."""
-        return {self.precision: self.pipeline, **dict(self.alternatives.items())}
+        return {self.precision: self, **dict(self.alternatives.items())}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Field, RootModel, field_validator
 
 from weightprep.formats import Encoding
 from weightprep.recipe.base import RecipePart
@@ -14,11 +14,26 @@ from weightprep.recipe.base import RecipePart
 __all__ = ["PipelinePart", "QualityPart", "StepPart"]
 
 
-class StepPart(RecipePart):
-    """One entry of a list of steps: a mapping from the step's name to its parameters."""
+class StepPart(RootModel[dict[str, dict[str, Any]]]):
+    """One entry of a list of steps: a mapping with one key, the step's name, and the step's parameters under it."""
 
-    name: str
-    params: dict[str, Any] = Field(default_factory=dict)
+    model_config = ConfigDict(frozen=True)
+    root: dict[str, dict[str, Any]] = Field(min_length=1, max_length=1)
+
+    @field_validator("root", mode="before")
+    @classmethod
+    def _has_one_key(cls, value: object) -> object:
+        if not isinstance(value, dict) or len(value) != 1:
+            raise ValueError("a step is a mapping with one key, its name: `- dequantize: {}`")
+        return {name: {} if params is None else params for name, params in value.items()}
+
+    @property
+    def name(self) -> str:
+        return next(iter(self.root))
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.root[self.name]
 
 
 class QualityPart(RecipePart):
@@ -28,7 +43,7 @@ class QualityPart(RecipePart):
 
 
 class PipelinePart(RecipePart):
-    """Steps of one precision. `store` ends in what a checkpoint can hold; `load` needs the rank's rows and the live
+    """Steps of one precision. `store` ends in what a file can hold; `load` needs the rank's rows and the live
     module.
     """
 
@@ -39,17 +54,3 @@ class PipelinePart(RecipePart):
     )
     ensures: str = Field(description="the contract that the result keeps, a name under `contracts`")
     quality: QualityPart | None = None
-
-    @field_validator("store", "load", mode="before")
-    @classmethod
-    def _steps(cls, value: object) -> object:
-        if not isinstance(value, (list, tuple)):
-            return value
-        steps: list[object] = []
-        for entry in value:
-            if isinstance(entry, dict) and len(entry) == 1:
-                ((name, params),) = entry.items()
-                steps.append({"name": name, "params": {} if params is None else params})
-            else:
-                raise ValueError("a step is a mapping with one key, its name: `- dequantize: {}`")
-        return steps

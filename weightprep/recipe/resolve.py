@@ -163,11 +163,27 @@ def _sources(
             wanted=f"at most {_MAX_LAYERS} layers and {_MAX_MODULES} modules",
             remedy="check the numbers of layers in config.json",
         )
+    kinds = _kinds(layers, model, first + count)
     return [
         (layer, source)
         for layer in range(first, first + count)
+        if kinds is None or kinds[layer] in next(iter(layers.only.values()))
         for source in _expand(module.source.replace("{prefix}", root + layers.prefix.replace("{i}", str(layer))), inner)
     ]
+
+
+def _kinds(layers: LayerPart, model: Mapping[str, object], stop: int) -> list[object] | None:
+    """The kind of each layer, where the recipe asks for it and the config tells."""
+    key = next(iter(layers.only), None)
+    kinds = None if key is None else model.get(key)
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) < stop):
+        raise RecipeError(
+            f"config.json: {key}",
+            found=f"{len(kinds)} entries" if isinstance(kinds, list) else type(kinds).__name__,
+            wanted=f"a list with an entry for each of {stop} layers",
+            remedy="config.json is incomplete, or belongs to another architecture",
+        )
+    return kinds
 
 
 def _expand(pattern: str, inner: Mapping[str, range]) -> Iterator[str]:

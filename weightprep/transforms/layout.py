@@ -23,7 +23,7 @@ Order = Literal["nk_contiguous", "kn_contiguous"]
 def layout(
     bundle: Bundle, context: StepContext, *, w_kc: Order = "nk_contiguous", w_vc: Order = "nk_contiguous"
 ) -> Bundle:
-    """Store w_kc and w_vc, and their group scales where they have them, in the named order; shapes stay."""
+    """Store w_kc and w_vc, and the group scales of each, in the named order; shapes stay."""
     order = {"w_kc": w_kc, "w_scale_k": w_kc, "w_vc": w_vc, "w_scale_v": w_vc}
     return Bundle({role: _store(tensor, order.get(role)) for role, tensor in bundle.items()}, bundle.encoded)
 
@@ -31,7 +31,7 @@ def layout(
 def _store(tensor: torch.Tensor, order: Order | None) -> torch.Tensor:
     if order is None:
         return tensor
-    # A copy always: with one head `contiguous` would return a view of the checkpoint's weight, with that weight's strides.
+    # Always a copy: with one head `contiguous` would return a view of the checkpoint's weight, with its strides.
     stored = tensor.transpose(1, 2) if order == "nk_contiguous" else tensor
     stored = stored.clone(memory_format=torch.contiguous_format)
     return stored.transpose(1, 2) if order == "nk_contiguous" else stored
