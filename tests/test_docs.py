@@ -2,8 +2,8 @@
 
 A fenced block marked `console` is a session: lines that start with `$ ` are commands, the lines below them what the
 command prints on stdout. The blocks of one file share a folder and run in order. `...` on a line of its own stands for
-left-out lines. Times and rates differ from run to run and are compared as `#`. Blocks marked `sh` are for other machines
-(a server with a GPU): their flags are checked by the parser that they are written for.
+left-out lines. Times and rates differ from run to run and are compared as `#`. Blocks marked `sh` are for other
+machines (a server with a GPU): their flags are checked by the parser that they are written for.
 """
 
 from __future__ import annotations
