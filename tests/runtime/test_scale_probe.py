@@ -142,6 +142,9 @@ def test_the_producers_of_the_released_aiter() -> None:
     for layout in GroupScaleLayout:
         found = report[layout.value]
         assert found["holds"], layout
-        # The same formula on both sides; the sums of squares are added in another order.
+        # The same formula on both sides, but the sums of squares are added in another order, and where a kernel is
+        # compiled aiter's divisions are not correctly rounded. Of bf16 inputs many land on a tie of e4m3, and those
+        # may go either way: seen 0.3 % on an H200, to the neighbouring code.
         assert found["scale_difference"] < 1e-6
-        assert found["bytes_differ"] < 1e-3
+        assert found["bytes_differ"] < 1e-2
+        assert found["codes_apart"] <= 1
