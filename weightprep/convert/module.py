@@ -13,7 +13,8 @@ from weightprep.checkpoint.reader import read_tensor
 from weightprep.checkpoint.writer import as_bytes
 from weightprep.convert.plan import ModuleJob
 from weightprep.convert.quality import measure
-from weightprep.transforms import Bundle, StepContext, run_steps
+from weightprep.convert.slices import run_in_slices
+from weightprep.transforms import Bundle
 
 __all__ = ["Converted", "convert_module", "stored_tensors"]
 
@@ -39,7 +40,7 @@ def convert_module(job: ModuleJob, dims: Mapping[str, int], file: str) -> Conver
     weight = read_tensor(source.weight)
     scale = read_tensor(source.scale) if source.scale else None
     bundle = Bundle.source(weight, scale, source.encoded)
-    stored = run_steps(job.plan.store, bundle, StepContext(dims=dims, name=source.weight.name))
+    stored = run_in_slices(job.plan.store, bundle, dims, source.weight.name)
     tensors = stored_tensors(job, stored)
     one_scale = stored.get("scale")
     record = ModuleRecord(

@@ -1,7 +1,4 @@
-"""What a conversion costs: the stored numbers against the source's, both in float32, a few heads at a time.
-
-In slices, because two float32 copies of a 29 MB weight would be most of a conversion's memory.
-"""
+"""What a conversion costs: the stored numbers against the source's, both in float32, a slice at a time."""
 
 from __future__ import annotations
 
@@ -11,12 +8,13 @@ from collections.abc import Iterator
 import torch
 
 from weightprep.checkpoint.manifest import QualityRecord
+from weightprep.convert.slices import rows_per_slice, slices
+from weightprep.formats import Encoding
+from weightprep.formats.e4m3 import decode_e4m3fn
 from weightprep.transforms import Bundle, StepContext
 from weightprep.transforms.dequantize import dequantize
 
 __all__ = ["measure"]
-
-_SLICE_ELEMENTS = 2**20
 
 
 def measure(source: Bundle, stored: Bundle, *, heads: int | None) -> QualityRecord:
@@ -25,42 +23,44 @@ def measure(source: Bundle, stored: Bundle, *, heads: int | None) -> QualityReco
     :param heads: the rows are this many heads of equal size, for the head-amax ratio; None where they are not
     """
     rows, cols = source.encoded.rows, source.encoded.cols
-    per_head = rows // heads if heads and rows % heads == 0 else rows
-    step = max(1, _SLICE_ELEMENTS // (per_head * cols)) * per_head if heads else max(1, _SLICE_ELEMENTS // cols)
+    step = rows_per_slice(rows, cols)
     noise = signal = largest_error = 0.0
-    amaxes: list[float] = []
-    for original, result in zip(_slices(source, step), _slices(stored, step), strict=True):
+    row_amax = torch.empty(rows)
+    for start, original, result in zip(range(0, rows, step), _values(source, step), _values(stored, step), strict=True):
         difference = result.sub_(original)
         signal += _square_sum(original)
         noise += _square_sum(difference)
         largest_error = max(largest_error, float(difference.abs_().max()))
-        amaxes += original.abs_().view(-1, min(per_head, original.shape[0]) * cols).amax(dim=1).tolist()
+        torch.amax(original.abs_(), dim=1, out=row_amax[start : start + step])
+    amax = float(row_amax.max())
+    ratio = None
+    if heads and rows % heads == 0:
+        head_amax = row_amax.view(heads, -1).amax(dim=1)
+        smallest = float(head_amax.min())
+        ratio = _rounded(amax / smallest) if smallest > 0 else None
     return QualityRecord(
         relative_error=_rounded(math.sqrt(noise / signal)) if signal else 0.0,
         sqnr_db=_rounded(10 * math.log10(signal / noise)) if noise and signal else None,
         max_error=largest_error,
-        amax=max(amaxes),
-        head_amax_ratio=_rounded(max(amaxes) / min(amaxes)) if heads and min(amaxes) > 0 else None,
+        amax=amax,
+        head_amax_ratio=ratio,
     )
 
 
-def _slices(bundle: Bundle, step: int) -> Iterator[torch.Tensor]:
+def _values(bundle: Bundle, step: int) -> Iterator[torch.Tensor]:
     """The weight in float32, `step` rows at a time, in memory of its own."""
-    for start in range(0, bundle.encoded.rows, step):
-        stop = min(start + step, bundle.encoded.rows)
-        part = bundle.encoded.slice_rows(start, stop)
-        tensors = {"weight": bundle["weight"][start:stop]}
-        if "scale" in bundle:
-            scale = bundle["scale"]
-            tensors["scale"] = scale if part.scale_rows is None else scale[part.scale_rows[0] : part.scale_rows[1]]
-        values = dequantize(Bundle(tensors, part.encoded), StepContext())["weight"]
-        yield values.to(torch.float32, copy=True)
+    for part in slices(bundle, step):
+        if part.encoded.encoding is Encoding.FP8_TENSOR:
+            yield decode_e4m3fn(part["weight"]).mul_(part["scale"])
+        else:
+            yield dequantize(part, StepContext())["weight"].to(torch.float32, copy=True)
 
 
 def _square_sum(values: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64).square())
+    flat = values.view(-1)
+    return float(torch.dot(flat, flat))
 
 
 def _rounded(value: float) -> float:
-    """Six digits: sums in another order, by another number of threads, must not change a manifest."""
-    return float(f"{value:.6g}")
+    """Four digits: sums in another order, on another processor, must not change a manifest."""
+    return float(f"{value:.4g}")
