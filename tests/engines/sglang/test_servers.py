@@ -43,7 +43,14 @@ def test_a_wrong_scale_would_be_seen(cpu_glm: Path, upstreams: Generation, tmp_p
 
 def test_engine_generates_the_same_from_a_sidecar(cpu_glm: Path, upstreams: Generation, tmp_path: Path) -> None:
     converted = tmp_path / "sidecar"
-    command = [sys.executable, "-m", "weightprep", "convert", str(cpu_glm), str(converted), "--layout", "sidecar"]
+    command = [
+        str(Path(sys.executable).with_name("weightprep")),
+        "convert",
+        str(cpu_glm),
+        str(converted),
+        "--layout",
+        "sidecar",
+    ]
     subprocess.run(command, check=True, capture_output=True)
     generation = servers.generate(converted, tmp_path / "out.json", "weightprep", GFX950)
     assert "sidecar" in generation.log

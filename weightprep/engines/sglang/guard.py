@@ -7,13 +7,16 @@ never without it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from weightprep.engines.sglang.versions import GET_MODEL_LOADER, check_support
-from weightprep.errors import EngineError
+from weightprep.errors import EngineError, WeightprepError
 
 __all__ = ["ensure_hook", "guard_loader_choice"]
+
+logger = logging.getLogger(__name__)
 
 
 def guard_loader_choice(load_config: Any) -> None:
@@ -23,9 +26,7 @@ def guard_loader_choice(load_config: Any) -> None:
     """
     notice = check_support()
     if notice is not None:
-        import logging
-
-        logging.getLogger(__name__).warning("weightprep: %s", notice)
+        logger.warning("weightprep: %s", notice)
     mode = getattr(load_config, "weight_cache_mode", "off")
     if mode != "off":
         raise EngineError(
@@ -70,13 +71,24 @@ def ensure_hook(target: str, hook: Callable[..., Any]) -> None:
 def _choose(original: Callable[..., Any], load_config: Any, *args: Any, **kwargs: Any) -> Any:
     from weightprep.engines.sglang.loader import WeightprepLoader
 
-    asked = WeightprepLoader in (load_config.load_format, getattr(load_config, "fallback_load_format", None))
-    loader = original(load_config, *args, **kwargs)
-    if asked and not isinstance(loader, WeightprepLoader):
-        raise EngineError(
-            "--load-format weightprep",
-            found=f"sglang chose {type(loader).__name__} for this model",
-            wanted="weightprep's loader",
-            remedy="this sglang loads such a model in its own way only: upgrade to 0.5.18 or later, or drop the flag",
-        )
+    if WeightprepLoader not in (load_config.load_format, getattr(load_config, "fallback_load_format", None)):
+        return original(load_config, *args, **kwargs)
+    try:
+        loader = original(load_config, *args, **kwargs)
+    except WeightprepError:
+        raise
+    except Exception as error:
+        # the loader that was chosen instead stumbles over our keys
+        raise _not_ours(f"sglang's choice failed: {error}") from error
+    if not isinstance(loader, WeightprepLoader):
+        raise _not_ours(f"sglang chose {type(loader).__name__} for this model")
     return loader
+
+
+def _not_ours(found: str) -> EngineError:
+    return EngineError(
+        "--load-format weightprep",
+        found=found,
+        wanted="weightprep's loader",
+        remedy="this sglang loads such a model in its own way only: upgrade to 0.5.18 or later, or drop the flag",
+    )

@@ -65,7 +65,7 @@ class WeightprepLoader(DefaultModelLoader):  # type: ignore[misc]  # sglang has 
             else:
                 inner = get_model_loader(self.load_config, model_config)
                 model = inner.load_model(model_config=model_config, device_config=device_config)
-        _check(model, weights_are_random=self.options.inner == "dummy")
+        _check(model, weights_are_random=self.options.inner == "dummy", is_reload=False)
         return model
 
     def load_weights_and_postprocess(self, model: Any, weights: Iterable[Any], target_device: torch.device) -> None:
@@ -77,7 +77,7 @@ class WeightprepLoader(DefaultModelLoader):  # type: ignore[misc]  # sglang has 
                     stack.enter_context(preparation.reading(self._folder))
             DefaultModelLoader.load_weights_and_postprocess(model, weights, target_device)
         if known:
-            _check(model, weights_are_random=False)
+            _check(model, weights_are_random=False, is_reload=True)
 
     def _get_weights_iterator(self, source: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         self._folder = self._folder or Path(source.model_or_path)
@@ -115,7 +115,7 @@ def _plan(options: Options, model_config: Any) -> Preparation:
     return Preparation(plan, options, resolve_target(options.target), tuple(block) if block else None)
 
 
-def _check(model: Any, *, weights_are_random: bool) -> None:
+def _check(model: Any, *, weights_are_random: bool, is_reload: bool) -> None:
     found = preparation_of(model)
     if not found:
         raise EngineError(
@@ -125,4 +125,4 @@ def _check(model: Any, *, weights_are_random: bool) -> None:
             remedy="serve this model without --load-format weightprep",
         )
     for holder, preparation in found:
-        check_startup(holder, preparation, weights_are_random=weights_are_random)
+        check_startup(holder, preparation, weights_are_random=weights_are_random, is_reload=is_reload)

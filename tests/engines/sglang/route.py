@@ -1,0 +1,76 @@
+"""From argv to the loader that sglang chooses, in a process of its own with one release of sglang first on the path.
+
+    python route.py MODEL
+
+Prints JSON: the version of the sglang that was imported, and the classes that were chosen with the flag and without it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import metadata
+from typing import Any
+
+import torch
+
+
+def main() -> None:
+    torch.cuda.get_device_capability = lambda *args, **kwargs: (9, 0)
+    _tolerate_registered_configs()
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.server_args import prepare_server_args
+
+    model = sys.argv[1]
+    flags = ["--model-path", model, "--device", "cpu", "--attention-backend", "torch_native", "--skip-tokenizer-init"]
+    args = prepare_server_args(
+        [*flags, "--load-format", "weightprep", "--model-loader-extra-config", '{"target": "gfx950"}']
+    )
+    draft = prepare_server_args([*flags, "--speculative-draft-load-format", "weightprep"])
+    print(
+        json.dumps(
+            {
+                "version": metadata.version("sglang"),
+                "from": _place(),
+                "asked": args.load_format,
+                "draft": draft.speculative_draft_load_format,
+                "chosen": _loader(args.load_format, args.model_loader_extra_config),
+                "plain": _loader("auto", "{}"),
+                "modelopt": _loader(args.load_format, args.model_loader_extra_config, "modelopt_fp8"),
+            }
+        )
+    )
+
+
+def _loader(load_format: str, extra: str, quantization: str | None = None) -> str:
+    from types import SimpleNamespace
+
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.model_loader.loader import get_model_loader
+
+    config: Any = SimpleNamespace(quantization=quantization, _is_already_quantized=lambda: True)
+    load_config = LoadConfig(load_format=load_format, model_loader_extra_config=extra)
+    try:
+        return type(get_model_loader(load_config, config if quantization else None)).__name__
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _place() -> str:
+    import sglang
+
+    return str(sglang.__path__[0])
+
+
+def _tolerate_registered_configs() -> None:
+    """Older releases register model types that a newer transformers has by itself."""
+    from transformers.models.auto.configuration_auto import _LazyConfigMapping
+
+    register = _LazyConfigMapping.register
+    _LazyConfigMapping.register = lambda self, key, value, exist_ok=False: register(self, key, value, exist_ok=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""The version map against sglang's own code: from argv to our loader in every release, and releases without a target.
+
+Each release's wheel is downloaded alone and put first on the path of the environment of the newest one. The model is
+not loaded there: a full load is tested on the newest release.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import servers
+
+from weightprep.engines.sglang import versions
+from weightprep.errors import EngineError
+
+OLDER = [str(version) for version in versions.KNOWN[:-1]]
+CACHE = Path(os.environ.get("WEIGHTPREP_TEST_CACHE", "~/.cache/weightprep-tests")).expanduser()
+
+
+def unpacked(version: str) -> Path | None:
+    """The unpacked wheel of a release, from the cache or the package index; None without either."""
+    folder = CACHE / f"sglang-{version}"
+    if not folder.is_dir():
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        wheels = CACHE / "wheels"
+        if subprocess.run([*command, "--dest", str(wheels), f"sglang=={version}"], check=False).returncode:
+            return None
+        (wheel,) = wheels.glob(f"sglang-{version}-*.whl")
+        partial = CACHE / f"sglang-{version}.partial-{os.getpid()}"
+        zipfile.ZipFile(wheel).extractall(partial)
+        partial.rename(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def routes(glm: Path) -> dict[str, dict[str, Any] | str | None]:
+    """What route.py printed in each older release; its log where it failed; None where there is no wheel."""
+
+    def run(version: str) -> dict[str, Any] | str | None:
+        folder = unpacked(version)
+        if folder is None:
+            return None
+        command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("route.py")), str(glm)]
+        env = servers.environment(PYTHONPATH=str(folder), SGLANG_PLUGINS="weightprep")
+        del env["SGLANG_USE_CPU_ENGINE"]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+        return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else done.stdout + done.stderr
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(OLDER, pool.map(run, OLDER), strict=True))
+
+
+@pytest.mark.parametrize("version", OLDER)
+def test_route_reaches_our_loader(version: str, routes: dict[str, dict[str, Any] | str | None]) -> None:
+    route = routes[version]
+    if route is None:
+        pytest.skip(f"no wheel of sglang {version}: its route from argv to the loader is not covered")
+    assert isinstance(route, dict), route
+    assert route["version"] == version
+    assert route["from"] == str(CACHE / f"sglang-{version}" / "sglang")
+    assert (route["asked"], route["draft"]) == ("weightprep", "weightprep")
+    assert route["chosen"] == "WeightprepLoader"
+    assert route["plain"] == "DefaultModelLoader"
+
+
+@pytest.mark.parametrize("version", ["0.5.12", "0.5.15"])
+def test_modelopt_branch_of_old_releases_is_refused(
+    version: str, routes: dict[str, dict[str, Any] | str | None]
+) -> None:
+    route = routes[version]
+    if route is None:
+        pytest.skip(f"no wheel of sglang {version}: its ModelOpt branch is not covered")
+    assert isinstance(route, dict), route
+    assert route["modelopt"].startswith("EngineError: --load-format weightprep: found sglang")
+
+
+@pytest.mark.parametrize("version", OLDER)
+def test_all_targets_of_known_releases_resolve(version: str) -> None:
+    folder = unpacked(version)
+    if folder is None:
+        pytest.skip(f"no wheel of sglang {version}: its hook targets are not covered")
+    assert versions.missing_targets(folder / "sglang") == ()
+
+
+def test_installed_release_is_supported_without_a_notice() -> None:
+    assert versions.installed_version() == versions.KNOWN[-1]
+    assert versions.check_support() is None
+
+
+def test_a_release_without_a_target_is_refused_with_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = versions.installed_root()
+    assert root is not None
+    copy = tmp_path / "sglang"
+    for target in versions.TARGETS:
+        for name in target.anywhere:
+            relative = Path(*name.split(".")[1:])
+            for file in (relative.parent.with_suffix(".py"), relative.parent.parent.with_suffix(".py")):
+                if (root / file).is_file():
+                    (copy / file).parent.mkdir(parents=True, exist_ok=True)
+                    (copy / file).write_bytes((root / file).read_bytes())
+    (copy / "srt/plugins").mkdir(parents=True, exist_ok=True)
+    (copy / "srt/plugins/__init__.py").write_bytes((root / "srt/plugins/__init__.py").read_bytes())
+    assert versions.missing_targets(copy) == ()
+    loader = copy / "srt/models/deepseek_common/deepseek_weight_loader.py"
+    loader.write_text(loader.read_text().replace("def post_load_weights", "def finish_weights"))
+    versions._parse.cache_clear()
+    versions.resolves.cache_clear()
+    monkeypatch.setattr(versions, "installed_root", lambda: copy)
+    with pytest.raises(EngineError, match="absorbed weights are made in one place") as refused:
+        versions.check_support()
+    assert versions.POST_LOAD_WEIGHTS in refused.value.found
+
+
+@pytest.mark.parametrize(("version", "outcome"), [("0.5.10", "refused"), ("0.9.0", "notice")])
+def test_versions_outside_the_map(version: str, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed_version", lambda: versions.Version(version))
+    if outcome == "refused":
+        with pytest.raises(EngineError, match="older releases have no plugin interface"):
+            versions.check_support()
+    else:
+        assert "newer than 0.5.23" in (versions.check_support() or "")

@@ -1,0 +1,74 @@
+"""The startup report: a table in the log of the first rank, and the same as JSON where a file is asked for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from weightprep.engines.sglang.metrics import export_layers
+from weightprep.engines.sglang.prepare import Preparation
+
+__all__ = ["REPORT_VARIABLE", "LayerReport", "log_report"]
+
+logger = logging.getLogger(__name__)
+
+# Names a file that the first rank writes the report to, as JSON.
+REPORT_VARIABLE = "WEIGHTPREP_REPORT"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """What one layer of this rank was given.
+
+    :param source: where the weights came from and how they were encoded: "online bf16", "sidecar fp8_tensor", or "as
+        sglang built it"
+    :param path: the path that upstream's gates choose for the live tensors, joined with "+" where the matmuls differ
+    :param fast: whether both matmuls run in the weights' precision
+    :param reason: what decided it
+    """
+
+    layer: int
+    group: str
+    precision: str
+    source: str
+    path: str
+    fast: bool
+    reason: str
+
+
+def log_report(model: Any, preparation: Preparation, version: str, reports: tuple[LayerReport, ...]) -> None:
+    """Log the table; write the JSON file and the metrics if they are wanted."""
+    name, target, recipe = type(model).__name__, preparation.target, preparation.plan.recipe.name
+    title = f"weightprep: {name} on {target}, sglang {version}, recipe {recipe}"
+    logger.info("\n".join([title, *_table(preparation, reports)]))
+    export_layers({path: sum(report.path == path for report in reports) for path in {r.path for r in reports}})
+    destination = os.environ.get(REPORT_VARIABLE)
+    if destination:
+        layers = [asdict(report) for report in reports]
+        head = {"schema": "weightprep.startup/1", "model": name, "target": target, "sglang": version, "recipe": recipe}
+        path = Path(destination)
+        # the draft of a speculative server reports too, in a file of its own
+        if any(report.group == "nextn" for report in reports):
+            path = path.with_name(f"{path.stem}.nextn{path.suffix}")
+        path.write_text(json.dumps(head | {"layers": layers}, indent=2) + "\n")
+
+
+def _table(preparation: Preparation, reports: tuple[LayerReport, ...]) -> list[str]:
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for report in reports:
+        speed = "" if report.fast else "slow: "
+        key = (report.group, report.precision, report.source, report.path, speed + report.reason)
+        rows.setdefault(key, []).append(report.layer)
+    totals = {group: sum(module.group == group for module in preparation.plan.modules) for group, *_ in rows}
+    lines = [("layers", "", "precision", "source", "path", "reason")]
+    lines += [
+        (group, f"{len(layers)}/{totals[group]}", precision, source, path, reason)
+        for (group, precision, source, path, reason), layers in rows.items()
+    ]
+    widths = [max(len(line[column]) for line in lines) for column in range(5)]
+    cells = ([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[-1]] for line in lines)
+    return ["  " + "  ".join(row) for row in cells]
