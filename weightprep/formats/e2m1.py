@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from weightprep.formats.table import look_up
+
 __all__ = ["E2M1_MAX", "E2M1_MAX_EXPONENT", "E2M1_VALUES", "decode_e2m1", "encode_e2m1", "pack_nibbles"]
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -22,10 +24,11 @@ _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 def decode_e2m1(packed: torch.Tensor) -> torch.Tensor:
     """float32 values [..., 2n] of packed codes [..., n] (uint8, int8 or float4_e2m1fn_x2)."""
-    codes = packed.view(torch.uint8).to(torch.int32)
+    codes = packed.view(torch.uint8)
     values = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=packed.device)
     pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=-1)
-    return pairs[codes].flatten(-2)
+    decoded = look_up(pairs, codes) if packed.device.type == "cpu" else pairs[codes.to(torch.int32)]
+    return decoded.flatten(-2)
 
 
 def encode_e2m1(values: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from weightprep.errors import CheckpointError
 from weightprep.formats import EncodedShape, Encoding
 from weightprep.formats.e2m1 import decode_e2m1
-from weightprep.formats.e4m3 import has_nan
+from weightprep.formats.e4m3 import decode_e4m3fn, has_nan
 from weightprep.formats.e8m0 import decode_e8m0
 from weightprep.formats.mx import MX_GROUP
 from weightprep.transforms.bundle import ANY_ENCODING, FLOATS, FP8, Bundle, Form, StepContext
@@ -46,10 +46,14 @@ def dequantize(bundle: Bundle, context: StepContext) -> Bundle:
     if encoded.encoding is Encoding.MXFP4:
         values = torch.unflatten(decode_e2m1(weight), 1, (-1, MX_GROUP)).mul_(scale.unsqueeze(-1)).flatten(1)
     elif encoded.block is not None:
-        values = _scale_blocks(weight.to(torch.float32), scale, encoded, encoded.block)
+        values = _scale_blocks(_numbers(weight), scale, encoded, encoded.block)
     else:
-        values = weight.to(torch.float32).mul_(scale.reshape(-1, 1))
+        values = _numbers(weight).mul_(scale.reshape(-1, 1))
     return Bundle({"weight": values}, EncodedShape(Encoding.FP32, encoded.rows, encoded.cols))
+
+
+def _numbers(weight: torch.Tensor) -> torch.Tensor:
+    return weight.to(torch.float32) if weight.dtype is torch.int8 else decode_e4m3fn(weight)
 
 
 def source_scale(bundle: Bundle, name: str) -> torch.Tensor:
