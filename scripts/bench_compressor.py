@@ -1,6 +1,6 @@
 """Count and time the kernels of a decode step's compressors and quantizations on one GPU, before and after.
 
-    python3 scripts/bench_compressor.py --out DIR [--aiter FOLDER]
+    python3 scripts/bench_compressor.py --out DIR [--aiter FOLDER] [--search]
 
 `before` widens each gate score in a kernel of its own and transposes each group scale; `after` is weightprep. Both run
 the same GEMM and the same compress and quantization kernels, so the difference is the passes that went away. One CUDA
@@ -13,6 +13,7 @@ unpacked amd-aiter wheel: its producers are then timed too.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -27,6 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "runtime"))
 
+from weightprep.runtime import compress_kernels
 from weightprep.runtime.compress import compress_decode, gate_score
 from weightprep.runtime.compress_reference import window_of
 from weightprep.runtime.rms_quant import quantize_groups, rms_norm_quantize
@@ -119,9 +121,10 @@ def kernel_counts(step: Step) -> dict[str, int]:
 
 def copy_bandwidth() -> float:
     """Bytes read plus written per second by a large device copy."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE).random_()
+    source = torch.randn(1 << 29, device=DEVICE)
     target = torch.empty_like(source)
-    return 2 * source.numel() / (median_us(lambda: target.copy_(source)) * 1e-6)
+    # A kernel, because a graph hands a plain copy to the slower copy engine.
+    return 2 * source.nbytes / (median_us(lambda: torch.neg(source, out=target)) * 1e-6)
 
 
 def compressor_step(which: str, x: torch.Tensor, stack: list[Layer]) -> Step:
@@ -160,6 +163,28 @@ def check_compressors(x: torch.Tensor, stack: list[Layer]) -> dict[str, float]:
         "largest_difference": worst,
         "relative_error_if_ape_were_bf16": max(bias_in_bf16, default=0.0),
     }
+
+
+def search(rows: int) -> None:
+    """Microseconds per compress call without its GEMM, for each shape of program and kind of compressor."""
+    stack = layers(rows)
+    for ratio, head_dim in KINDS:
+        chosen = [layer for layer in stack if layer.ratio == ratio and layer.out.shape[1] == head_dim]
+        scores = [torch.randn(rows, layer.weight.shape[0], device=DEVICE).bfloat16() for layer in chosen]
+        pieces = (8,) if ratio == 4 else (32, 128)
+        usual, times = compress_kernels.CONFIGS[ratio], {}
+        for channels, piece, warps in itertools.product((32, 64, 128, 256), pieces, (2, 4, 8)):
+            if channels > head_dim or not 4 <= channels * piece // (32 * warps) <= 64:
+                continue
+            compress_kernels.CONFIGS[ratio] = compress_kernels.CompressConfig(channels, piece, warps)
+
+            def step(chosen: list[Layer] = chosen, scores: list[torch.Tensor] = scores) -> None:
+                for layer, score in zip(chosen, scores, strict=True):
+                    compress_decode(layer.state, score, layer.ape, layer.plan, ratio=layer.ratio, out=layer.out)
+
+            times[channels, piece, warps] = round(median_us(step) / len(chosen), 2)
+        compress_kernels.CONFIGS[ratio] = usual
+        print(rows, ratio, head_dim, sorted(times.items(), key=lambda item: item[1])[:8])
 
 
 def bench_compressors(bandwidth: float) -> list[dict[str, Any]]:
@@ -248,8 +273,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--aiter", type=Path)
+    parser.add_argument("--search", action="store_true", help="time every shape of program of the compress kernel")
     options = parser.parse_args()
     torch.manual_seed(0)
+    if options.search:
+        for rows in (16, 256):
+            search(rows)
     aiter = None
     if options.aiter is not None:
         from aiter_wheel import import_fused_fp8_quant

@@ -11,13 +11,32 @@ anything in memory. Triton refuses operands of unlike dtypes rather than convert
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from weightprep.runtime.compress_reference import window_of
 
-__all__ = ["launch_decode", "launch_prefill"]
+__all__ = ["CONFIGS", "CompressConfig", "launch_decode", "launch_prefill"]
+
+
+@dataclass(frozen=True, slots=True)
+class CompressConfig:
+    """Shape of one program of the compress kernel.
+
+    :param channels: channels of head_dim per program
+    :param window_rows: rows of the window per step; the whole window at ratio 4
+    """
+
+    channels: int
+    window_rows: int
+    warps: int
+
+
+# Most rows of a decode step complete no window and only store: programs must be few and light.
+CONFIGS = {4: CompressConfig(128, 8, 4), 128: CompressConfig(64, 32, 4)}
 
 
 @triton.jit
@@ -32,6 +51,7 @@ def _compress_kernel(
     OVERLAP: tl.constexpr,
     DECODE: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_W: tl.constexpr,
 ):
     """One plan row and BLOCK_D channels per program; in decode also the store of the new row into the state."""
     PARTS: tl.constexpr = 2 * OVERLAP
@@ -61,34 +81,45 @@ def _compress_kernel(
     if complete:
         page_0 = tl.load(plan_ptr + i_row * 4 + 2).to(tl.int64)
         page_1 = tl.load(plan_ptr + i_row * 4 + 3).to(tl.int64)
-        o_j = tl.arange(0, WINDOW)
-        if OVERLAP == 2:
-            page = tl.where(o_j < RATIO, page_0, page_1)
-            part = o_j // RATIO
-            present = (seq_len > RATIO) | (o_j >= RATIO)
-        else:
-            page = page_1 + o_j * 0
-            part = o_j * 0
-            present = o_j >= 0
-        stored = o_j < from_state
-        o_channel = part[:, None] * HEAD_DIM + o_d[None, :]
-        p_state = state_ptr + (page * RATIO + o_j % RATIO)[:, None] * WIDTH + o_channel
-        p_input = input_ptr + (source - (WINDOW - 1) + o_j)[:, None] * WIDTH + o_channel
-        m_state = (present & stored)[:, None] & m_d[None, :]
-        m_input = (present & (stored == 0))[:, None] & m_d[None, :]
         to_score: tl.constexpr = OVERLAP * HEAD_DIM
-        kv_held = tl.load(p_state, mask=m_state, other=0.0).to(tl.float32)
-        kv_new = tl.load(p_input, mask=m_input, other=0.0).to(tl.float32)
-        score_held = tl.load(p_state + to_score, mask=m_state, other=0.0).to(tl.float32)
-        score_new = tl.load(p_input + to_score, mask=m_input, other=0.0).to(tl.float32)
-        p_ape = ape_ptr + o_j[:, None] * HEAD_DIM + o_d[None, :]
-        bias = tl.load(p_ape, mask=m_d[None, :], other=0.0).to(tl.float32)
+        peak = tl.full([BLOCK_D], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_D], tl.float32)
+        result = tl.zeros([BLOCK_D], tl.float32)
+        # Softmax in pieces of the window. An overlapping window is one piece, so that every piece has a row that counts
+        # and `peak` is finite after it.
+        for first in range(0, WINDOW, BLOCK_W):
+            o_j = first + tl.arange(0, BLOCK_W)
+            if OVERLAP == 2:
+                page = tl.where(o_j < RATIO, page_0, page_1)
+                part = o_j // RATIO
+                present = (seq_len > RATIO) | (o_j >= RATIO)
+            else:
+                page = page_1 + o_j * 0
+                part = o_j * 0
+                present = o_j >= 0
+            stored = o_j < from_state
+            o_channel = part[:, None] * HEAD_DIM + o_d[None, :]
+            p_state = state_ptr + (page * RATIO + o_j % RATIO)[:, None] * WIDTH + o_channel
+            p_input = input_ptr + (source - (WINDOW - 1) + o_j)[:, None] * WIDTH + o_channel
+            m_state = (present & stored)[:, None] & m_d[None, :]
+            m_input = (present & (stored == 0))[:, None] & m_d[None, :]
+            kv_held = tl.load(p_state, mask=m_state, other=0.0).to(tl.float32)
+            kv_new = tl.load(p_input, mask=m_input, other=0.0).to(tl.float32)
+            score_held = tl.load(p_state + to_score, mask=m_state, other=0.0).to(tl.float32)
+            score_new = tl.load(p_input + to_score, mask=m_input, other=0.0).to(tl.float32)
+            p_ape = ape_ptr + o_j[:, None] * HEAD_DIM + o_d[None, :]
+            bias = tl.load(p_ape, mask=m_d[None, :], other=0.0).to(tl.float32)
 
-        kv = tl.where(stored[:, None], kv_held, kv_new)
-        score = tl.where(stored[:, None], score_held, score_new) + bias
-        score = tl.where(present[:, None], score, float("-inf"))
-        weight = tl.exp(score - tl.max(score, axis=0)[None, :])
-        result = tl.sum(weight * kv, axis=0) / tl.sum(weight, axis=0)
+            kv = tl.where(stored[:, None], kv_held, kv_new)
+            score = tl.where(stored[:, None], score_held, score_new) + bias
+            score = tl.where(present[:, None], score, float("-inf"))
+            higher = tl.maximum(peak, tl.max(score, axis=0))
+            weight = tl.exp(score - higher[None, :])
+            shrink = tl.exp(peak - higher)
+            total = total * shrink + tl.sum(weight, axis=0)
+            result = result * shrink + tl.sum(weight * kv, axis=0)
+            peak = higher
+        result = result / total
         tl.store(out_ptr + i_row * HEAD_DIM + o_d, result.to(out_ptr.dtype.element_ty), mask=m_d)
 
 
@@ -147,9 +178,8 @@ def _launch_compress(
     rows, head_dim = out.shape
     if rows == 0:
         return
-    # Ratio 128 holds a 128-row tile of kv and of score in registers, hence fewer channels a program.
-    block_d, warps = (32, 8) if ratio == 128 else (128, 4)
-    _compress_kernel[(rows, triton.cdiv(head_dim, block_d))](
+    config = CONFIGS[ratio]
+    _compress_kernel[(rows, triton.cdiv(head_dim, config.channels))](
         state,
         kv_score,
         ape,
@@ -159,6 +189,7 @@ def _launch_compress(
         RATIO=ratio,
         OVERLAP=window_of(ratio) // ratio,
         DECODE=decode,
-        BLOCK_D=block_d,
-        num_warps=warps,
+        BLOCK_D=config.channels,
+        BLOCK_W=config.window_rows,
+        num_warps=config.warps,
     )

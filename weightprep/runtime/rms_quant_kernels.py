@@ -155,8 +155,8 @@ def launch_rms_norm_quantize(
         KEEP_NORMED=normed is not None,
         FLOOR=AMAX_FLOOR,
         TOP=FP8_MAX[q.dtype],
-        # About 1024 values a warp; a row of 7168 lies in 8 warps.
-        num_warps=max(1, min(16, block // 1024)),
+        # 512 values a warp; a row of 7168 lies in 16 warps.
+        num_warps=max(1, min(16, block // 512)),
     )
 
 
