@@ -30,7 +30,10 @@ def run_installed(site: Path, code: str, cwd: Path) -> str:
 
 
 def test_installed_package_finds_every_recipe_of_the_checkout(installed: Path, tmp_path: Path) -> None:
-    code = "import weightprep, weightprep.recipe as r; print(weightprep.__file__); print(*(x.name for x in r.list_recipes()))"
+    code = (
+        "import weightprep, weightprep.recipe as r;"
+        "print(weightprep.__file__); print(*(recipe.name for recipe in r.list_recipes()))"
+    )
     where, names = run_installed(installed, code, tmp_path).splitlines()
     assert Path(where).is_relative_to(installed)
     assert set(names.split()) == {path.stem for path in (ROOT / "configs").glob("*.yaml")}
