@@ -17,10 +17,6 @@ E2M1_MAX = 6.0
 # exponent of the largest power of two
 E2M1_MAX_EXPONENT = 2
 
-# Halfway points between neighbouring magnitudes. A tie goes to the even code: 0.25 down to 0, 0.75 up to 1, and so on,
-# so codes change just above the first, third, ... midpoint and at the second, fourth, ...
-_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-
 
 def decode_e2m1(packed: torch.Tensor) -> torch.Tensor:
     """float32 values [..., 2n] of packed codes [..., n] (uint8, int8 or float4_e2m1fn_x2)."""
@@ -37,9 +33,10 @@ def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
     :param values: float32, finite, any shape
     """
     magnitude = values.abs()
-    codes = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
-    for index, midpoint in enumerate(_MIDPOINTS):
-        codes += (magnitude > midpoint) if index % 2 == 0 else (magnitude >= midpoint)
+    # Codes are 2x up to 2, x + 2 up to 4 and x/2 + 4 above: the least of the three everywhere. Rounding to even before
+    # adding the even number rounds ties to the even code, and no sum is rounded twice.
+    codes = torch.minimum((magnitude * 2).round_(), magnitude.round() + 2)
+    codes = torch.minimum(codes, (magnitude * 0.5).round_() + 4).clamp_(max=7).to(torch.uint8)
     return codes | (torch.signbit(values).to(torch.uint8) << 3)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from weightprep.formats.e2m1 import E2M1_MAX_EXPONENT, decode_e2m1, encode_e2m1, pack_nibbles
 from weightprep.formats.e8m0 import E8M0_BIAS, decode_e8m0, encode_e8m0
+from weightprep.formats.table import CHUNK
 
 __all__ = ["MX_GROUP", "ScaleRule", "dequantize_mxfp4", "group_exponent", "quantize_mxfp4"]
 
@@ -54,11 +55,22 @@ def quantize_mxfp4(values: torch.Tensor, rule: ScaleRule = "even") -> tuple[torc
     :param values: bf16, fp16 or fp32 [..., K] with K a multiple of 32, finite
     :return: packed uint8 [..., K/2] and scales uint8 (e8m0) [..., K/32]
     """
-    groups = torch.unflatten(values.to(torch.float32), -1, (-1, MX_GROUP))
+    groups = values.reshape(-1, MX_GROUP)
+    packed = torch.empty((groups.shape[0], MX_GROUP // 2), dtype=torch.uint8, device=values.device)
+    scale = torch.empty(groups.shape[0], dtype=torch.uint8, device=values.device)
+    # a few at a time on a CPU, in the core's cache; all at once elsewhere
+    step = CHUNK // MX_GROUP if values.device.type == "cpu" else max(1, groups.shape[0])
+    for start in range(0, groups.shape[0], step):
+        part = slice(start, start + step)
+        packed[part], scale[part] = _quantize_groups(groups[part].to(torch.float32), rule)
+    return packed.view(*values.shape[:-1], -1), scale.view(*values.shape[:-1], -1)
+
+
+def _quantize_groups(groups: torch.Tensor, rule: ScaleRule) -> tuple[torch.Tensor, torch.Tensor]:
     exponent = group_exponent(groups.abs().amax(dim=-1), rule)
-    # multiplying by 2^-e is exact, and 2^127 * a subnormal is where it matters
+    # multiplying by a power of two is exact
     scaled = groups * decode_e8m0(encode_e8m0(-exponent)).unsqueeze(-1)
-    return pack_nibbles(encode_e2m1(scaled).flatten(-2)), encode_e8m0(exponent)
+    return pack_nibbles(encode_e2m1(scaled)), encode_e8m0(exponent)
 
 
 def dequantize_mxfp4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
