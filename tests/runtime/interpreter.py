@@ -2,7 +2,8 @@
 
 The interpreter of Triton 3.8 converts float32 to e4m3fn without carrying out of the mantissa (0.49 becomes 0.25) and
 to bfloat16 by truncation. A tolerance set on such results would be a wrong one, so every cast between float types goes
-through torch, which rounds to nearest even as the GPUs do.
+through torch, which rounds to nearest even as the GPUs do. Its dot multiplies the bit patterns of bfloat16 operands as
+integers, so operands are widened to float32 first, which is exact, as the GPUs' products are.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def install_exact_casts() -> None:
     builder = interpreter.InterpreterBuilder
     if getattr(builder, "exact_casts", False):
         return
-    cast_impl, fp_to_fp = builder.cast_impl, builder.create_fp_to_fp
+    cast_impl, fp_to_fp, dot = builder.cast_impl, builder.create_fp_to_fp, builder.create_dot
 
     def exact_cast(self: Any, source: Any, target: Any) -> Any:
         done = _cast(source, target)
@@ -59,4 +60,10 @@ def install_exact_casts() -> None:
         done = None if towards_zero else _cast(source, target)
         return fp_to_fp(self, source, target, rounding) if done is None else done
 
+    def exact_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        wide = (_cast(operand, tl.float32) for operand in (a, b))
+        a, b = (operand if cast is None else cast for operand, cast in zip((a, b), wide, strict=True))
+        return dot(self, a, b, d, *rest)
+
+    builder.create_dot = exact_dot
     builder.cast_impl, builder.create_fp_to_fp, builder.exact_casts = exact_cast, exact_fp_to_fp, True

@@ -1,0 +1,169 @@
+"""Sends an absorbed product to the backend that was asked for, or that the table has as the fastest, and counts it.
+
+A backend asked for by name that cannot take the call raises; it is never replaced silently.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from weightprep.errors import ContractError
+from weightprep.runtime import witness
+from weightprep.runtime.choice import ActQuant, Backend
+from weightprep.runtime.group_quant import FP8_MAX, quantize_fp8_groups, quantize_mxfp4_groups
+from weightprep.runtime.reference import absorb_reference, quantize_activations
+from weightprep.runtime.tuning import BmmConfig, DecodeConfig, TritonConfig, choose, portable
+
+__all__ = ["absorb"]
+
+
+def absorb(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    scale: torch.Tensor | None,
+    mx_scale: torch.Tensor | None,
+    w_bf16: torch.Tensor | None,
+    out: torch.Tensor,
+    scales: torch.Tensor,
+    act_quant: ActQuant,
+    backend: Backend,
+) -> None:
+    """Fill `out` and `scales`; both were shaped by the caller and all operands checked. M and H are not zero."""
+    if act_quant is ActQuant.GROUP and w.dtype not in FP8_MAX:
+        raise ContractError(
+            "absorb: act_quant",
+            found=f"group with a {w.dtype} weight",
+            wanted="an fp8 weight, since the product is then in fp8",
+            remedy="pass act_quant=ActQuant.NONE",
+        )
+    if backend is Backend.AUTO:
+        backend, config = _automatic(x, w, mx_scale, w_bf16, out, act_quant)
+    else:
+        config = _named(x, w, mx_scale, out, act_quant, backend)
+    some_scales = scales if scales.numel() else None
+    if isinstance(config, DecodeConfig):
+        from weightprep.runtime.cuda_absorb import launch_decode
+
+        launch_decode(x, w, scale, mx_scale, out, some_scales, config)
+    elif isinstance(config, TritonConfig):
+        from weightprep.runtime.triton_absorb import launch_absorb
+
+        launch_absorb(x, w, scale, mx_scale, out, some_scales, config)
+    elif backend is Backend.AITER:
+        from weightprep.runtime.aiter_absorb import launch_aiter
+
+        launch_aiter(x, w, scale, out)
+    elif isinstance(config, BmmConfig):
+        weight = w if w_bf16 is None else w_bf16
+        torch.bmm(x.to(torch.bfloat16).transpose(0, 1), weight, out=out.transpose(0, 1))
+    else:
+        _eager(x, w, scale, mx_scale, out, scales, act_quant)
+    kind = "bmm_bf16" if isinstance(config, BmmConfig) else backend.value
+    output = "bf16" if out.dim() == 3 else "mxfp4" if out.dtype == torch.uint8 else "fp8_group"
+    witness.count(f"absorb/{kind}/{_weight_name(w)}/{output}")
+
+
+def _automatic(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    mx_scale: torch.Tensor | None,
+    w_bf16: torch.Tensor | None,
+    out: torch.Tensor,
+    act_quant: ActQuant,
+) -> tuple[Backend, DecodeConfig | TritonConfig | BmmConfig | None]:
+    if not x.is_cuda:
+        return Backend.TORCH, None
+    quant = _out_quant(out)
+    if w.dtype == torch.bfloat16:
+        # cuBLAS and hipBLASLt have no quantizing epilogue; without one they are the faster ones.
+        fallback = portable(x.shape[0], x.shape[2], out_quant=quant)
+        return (Backend.TORCH, BmmConfig(fallback)) if quant == 0 else (Backend.TRITON, fallback)
+    config = choose(x.shape[1], x.shape[0], x.shape[2], w.shape[2], out_quant=quant, mxfp4=mx_scale is not None)
+    if isinstance(config, BmmConfig):
+        if w_bf16 is not None:
+            return Backend.TORCH, config
+        config = config.otherwise
+    if act_quant is ActQuant.GROUP or (isinstance(config, TritonConfig) and act_quant is ActQuant.NONE):
+        return Backend.TRITON, _triton(x, quant, act_quant)
+    if isinstance(config, DecodeConfig):
+        from weightprep.runtime.cuda_absorb import unsupported
+
+        reason = unsupported(x, w, mx_scale, out)
+        if reason is None:
+            return Backend.CUDA, config
+        witness.decline("absorb/cuda", reason)
+        config = portable(x.shape[0], x.shape[2], out_quant=quant)
+    return Backend.TRITON, config
+
+
+def _named(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    mx_scale: torch.Tensor | None,
+    out: torch.Tensor,
+    act_quant: ActQuant,
+    backend: Backend,
+) -> DecodeConfig | TritonConfig | None:
+    reason = None
+    config: DecodeConfig | TritonConfig | None = None
+    if backend is Backend.TRITON:
+        config = _triton(x, _out_quant(out), act_quant)
+    elif backend is Backend.CUDA:
+        from weightprep.runtime.cuda_absorb import unsupported
+
+        reason = unsupported(x, w, mx_scale, out)
+        if act_quant is ActQuant.GROUP:
+            reason = "it does not quantize activations"
+        chosen = choose(
+            x.shape[1], x.shape[0], x.shape[2], w.shape[2], out_quant=_out_quant(out), mxfp4=mx_scale is not None
+        )
+        warps_k = 1 if x.shape[2] % 128 else 2
+        config = chosen if isinstance(chosen, DecodeConfig) else DecodeConfig(32, warps_k, 4, 1)
+    elif backend is Backend.AITER and (w.dtype not in FP8_MAX or out.dim() != 3 or act_quant is ActQuant.NONE):
+        reason = "aiter's kernel takes fp8 weights, quantizes activations and writes bf16"
+    if reason is not None:
+        raise ContractError(
+            f"absorb: backend '{backend.value}'",
+            found=reason,
+            wanted="a call that this backend can serve",
+            remedy="pass backend=Backend.AUTO, or another backend",
+        )
+    return config
+
+
+def _triton(x: torch.Tensor, quant: int, act_quant: ActQuant) -> TritonConfig:
+    config = portable(x.shape[0], x.shape[2], out_quant=quant)
+    if act_quant is ActQuant.GROUP:
+        # The block is the quantization group of the activations.
+        config = TritonConfig(config.block_m, config.block_n, 128, config.num_warps, config.num_stages, act_group=True)
+    return config
+
+
+def _eager(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    scale: torch.Tensor | None,
+    mx_scale: torch.Tensor | None,
+    out: torch.Tensor,
+    scales: torch.Tensor,
+    act_quant: ActQuant,
+) -> None:
+    operand = quantize_activations(x, w.dtype) if act_quant is ActQuant.GROUP else x.to(torch.bfloat16)
+    result = absorb_reference(operand, w, scale, mx_scale).to(torch.bfloat16)
+    if out.dim() == 3:
+        out.copy_(result)
+        return
+    flat = result.flatten(1)
+    values, group_scales = (
+        quantize_mxfp4_groups(flat) if out.dtype == torch.uint8 else quantize_fp8_groups(flat, out.dtype)
+    )
+    out.copy_(values)
+    scales.copy_(group_scales)
+
+
+def _out_quant(out: torch.Tensor) -> int:
+    return 0 if out.dim() == 3 else 2 if out.dtype == torch.uint8 else 1
+
+
+def _weight_name(w: torch.Tensor) -> str:
+    return {torch.uint8: "mxfp4", torch.bfloat16: "bf16"}.get(w.dtype, "fp8")

@@ -1,0 +1,47 @@
+"""Counts of the kernel paths that calls really took, because a gate that misses makes no error, only a slow layer.
+
+A path is a short name such as ``absorb_v/triton/fp8/fp8_group``. A path that was wanted but not taken is counted under
+its own name with the reason. Inside a captured CUDA graph a call is counted once, when it is captured.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from threading import Lock
+
+__all__ = ["count", "counts", "decline", "declined", "reset"]
+
+_taken: Counter[str] = Counter()
+_declined: Counter[tuple[str, str]] = Counter()
+_lock = Lock()
+
+
+def count(path: str) -> None:
+    """One more call went through `path`."""
+    with _lock:
+        _taken[path] += 1
+
+
+def decline(path: str, reason: str) -> None:
+    """One more call that `path` was meant for went elsewhere, for `reason`."""
+    with _lock:
+        _declined[path, reason] += 1
+
+
+def counts() -> dict[str, int]:
+    """Calls per path so far."""
+    with _lock:
+        return dict(_taken)
+
+
+def declined() -> dict[tuple[str, str], int]:
+    """Calls per (path, reason) that were left to somebody else."""
+    with _lock:
+        return dict(_declined)
+
+
+def reset() -> None:
+    """Forget everything counted so far, e.g. after warm-up."""
+    with _lock:
+        _taken.clear()
+        _declined.clear()
