@@ -36,7 +36,7 @@ class CompressConfig:
 
 
 # Most rows of a decode step complete no window and only store: programs must be few and light.
-CONFIGS = {4: CompressConfig(128, 8, 4), 128: CompressConfig(64, 32, 4)}
+CONFIGS = {4: CompressConfig(32, 8, 2), 128: CompressConfig(32, 128, 4)}
 
 
 @triton.jit
