@@ -14,7 +14,7 @@ from types import MappingProxyType
 from weightprep.checkpoint.json_file import read_object
 from weightprep.errors import CheckpointError
 
-__all__ = ["CONFIG_NAME", "HF_QUANT_CONFIG_NAME", "ModelConfig", "parse_config", "read_config"]
+__all__ = ["CONFIG_NAME", "HF_QUANT_CONFIG_NAME", "ModelConfig", "read_config", "read_config_files"]
 
 CONFIG_NAME = "config.json"
 HF_QUANT_CONFIG_NAME = "hf_quant_config.json"
@@ -44,19 +44,17 @@ def read_config(root: Path) -> ModelConfig:
 
     :raises CheckpointError: config.json is missing, or either file is malformed
     """
-    path = root / CONFIG_NAME
-    raw = read_object(path, max_bytes=MAX_CONFIG_BYTES)
-    quant_path = root / HF_QUANT_CONFIG_NAME
-    quant = read_object(quant_path, max_bytes=MAX_CONFIG_BYTES) if quant_path.exists() else None
-    return parse_config(raw, quant, path)
+    hf_quant_config = root / HF_QUANT_CONFIG_NAME
+    return read_config_files(root / CONFIG_NAME, hf_quant_config if hf_quant_config.exists() else None)
 
 
-def parse_config(raw: dict[str, object], hf_quant_config: dict[str, object] | None, path: Path) -> ModelConfig:
-    """Check the two fields that this package reads from a parsed config.json.
+def read_config_files(path: Path, hf_quant_config_path: Path | None) -> ModelConfig:
+    """Read a configuration from config.json at `path` and hf_quant_config.json where there is one.
 
-    :param path: the file that errors name
-    :raises CheckpointError: `architectures` or `quantization_config` is of another type
+    :raises CheckpointError: a file cannot be read, or a field that this package uses has another type
     """
+    raw = read_object(path, max_bytes=MAX_CONFIG_BYTES)
+    hf_quant_config = read_object(hf_quant_config_path, max_bytes=MAX_CONFIG_BYTES) if hf_quant_config_path else None
     architectures = raw.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise _wrong_type(path, "architectures", architectures, "a list of strings")

@@ -20,7 +20,16 @@ from weightprep.checkpoint.dtypes import DTYPES
 from weightprep.checkpoint.json_file import open_regular, parse_object, unreadable
 from weightprep.errors import CheckpointError
 
-__all__ = ["MAX_HEADER_BYTES", "Header", "TensorInfo", "encode_header", "parse_header", "place", "read_header"]
+__all__ = [
+    "MAX_HEADER_BYTES",
+    "Header",
+    "TensorInfo",
+    "encode_header",
+    "json_length",
+    "parse_header",
+    "place",
+    "read_header",
+]
 
 # The limit of the safetensors library itself: what it refuses to read must not be written, and needs not be read.
 MAX_HEADER_BYTES = 100_000_000
@@ -75,7 +84,7 @@ def read_header(path: Path) -> Header:
     try:
         size = os.fstat(fd).st_size
         start = os.pread(fd, len(_LFS_POINTER), 0)
-        length = _json_length(start, size, path)
+        length = json_length(start, size, path)
         raw = os.pread(fd, length, 8)
     except OSError as error:
         raise unreadable(path, error) from None
@@ -84,8 +93,12 @@ def read_header(path: Path) -> Header:
     return parse_header(start[:8] + raw, size, path)
 
 
-def _json_length(start: bytes, file_size: int, path: Path) -> int:
-    """The length of the JSON part, checked before anything of that length is read."""
+def json_length(start: bytes, file_size: int, path: Path) -> int:
+    """The length of the JSON part, checked before anything of that length is read.
+
+    :param start: the file's first bytes, enough of them to recognise a Git LFS pointer where it is one
+    :raises CheckpointError: it is no length of a header inside the file
+    """
     if start.startswith(_LFS_POINTER):
         raise CheckpointError(
             path,
@@ -110,7 +123,7 @@ def parse_header(raw: bytes, file_size: int, path: Path) -> Header:
     :param file_size: size of the whole file in bytes, also where `raw` came over a network
     :raises CheckpointError: as :func:`read_header`
     """
-    length = _json_length(raw, file_size, path)
+    length = json_length(raw, file_size, path)
     text = raw[8 : 8 + length]
     if len(text) < length:
         _refuse(path, f"{len(text)} bytes of header", f"{length} bytes")

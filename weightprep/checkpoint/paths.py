@@ -11,18 +11,18 @@ from pathlib import Path
 
 from weightprep.errors import CheckpointError
 
-__all__ = ["resolve_inside", "walk_files"]
+__all__ = ["check_name", "walk_files"]
 
 _MAX_NAME_BYTES = 255
 # Bookkeeping of git and of `hf download --local-dir`; no part of the repository's content.
 _BOOKKEEPING = frozenset({".git", ".cache"})
 
 
-def resolve_inside(root: Path, name: str, *, named_by: Path) -> Path:
-    """The real path of the file `name` of the checkpoint directory `root`.
+def check_name(name: str, *, named_by: object) -> None:
+    """Refuse `name` unless it is a plain file name, which cannot lead out of a directory.
 
-    :param named_by: the file in which the name stands, for errors
-    :raises CheckpointError: the name is not a plain file name, or it leads out of the checkpoint
+    :param named_by: the file in which the name stands
+    :raises CheckpointError: it is anything else
     """
     if (
         not name
@@ -36,7 +36,6 @@ def resolve_inside(root: Path, name: str, *, named_by: Path) -> Path:
             wanted="a plain file name inside the checkpoint directory",
             remedy="do not use this checkpoint unless you know who wrote it; its index points elsewhere",
         )
-    return _resolve(root, root / name)
 
 
 def _resolve(root: Path, path: Path) -> Path:

@@ -8,7 +8,7 @@ name is in two shards.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -19,15 +19,15 @@ from weightprep.checkpoint.config import ModelConfig, read_config
 from weightprep.checkpoint.dtypes import DTYPES
 from weightprep.checkpoint.header import Header, TensorInfo, read_header
 from weightprep.checkpoint.json_file import read_object
-from weightprep.checkpoint.paths import resolve_inside, walk_files
+from weightprep.checkpoint.paths import check_name, walk_files
 from weightprep.errors import CheckpointError
 
-__all__ = ["INDEX_NAME", "Checkpoint", "TensorRef", "tensor_refs"]
+__all__ = ["INDEX_NAME", "PICKLE_SUFFIXES", "Checkpoint", "TensorRef", "assemble", "tensor_refs"]
 
 INDEX_NAME = "model.safetensors.index.json"
 # 118,629 names of GLM-5.2-FP8 take 11 MB.
 MAX_INDEX_BYTES = 256 * 2**20
-_PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _NUMBERED = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 
 
@@ -107,16 +107,35 @@ class Checkpoint:
             )
         files = walk_files(root)
         index_path = root / INDEX_NAME if Path(INDEX_NAME) in files else None
-        weight_map = _read_index(index_path) if index_path else None
-        shard_paths = _shard_paths(root, files, weight_map)
-        shards = {name: read_header(real) for name, real in shard_paths.items()}
-        tensors = tensor_refs(shards)
-        if weight_map is not None and index_path is not None:
-            _check_index(weight_map, tensors, index_path)
-        meta = {Path(INDEX_NAME), *(Path(name) for name in shards)}
-        others = tuple(relative for relative in files if relative not in meta)
-        config = read_config(root)
-        return cls(root, config, MappingProxyType(shards), tensors, index_path, others)
+        return assemble(root, files, read_config(root), index_path, _read_headers)
+
+
+def _read_headers(paths: Mapping[str, Path]) -> dict[str, Header]:
+    return {name: read_header(path) for name, path in paths.items()}
+
+
+def assemble(
+    root: Path,
+    files: Mapping[Path, Path],
+    config: ModelConfig,
+    index_path: Path | None,
+    read_headers: Callable[[Mapping[str, Path]], Mapping[str, Header]],
+) -> Checkpoint:
+    """Put a checkpoint together from its files, wherever they are, and check that they agree.
+
+    :param files: every file, relative path -> where it can be read
+    :param index_path: a local copy of the index, if there is one
+    :param read_headers: gets the shards as file name -> where it can be read, and returns their headers
+    :raises CheckpointError: as :meth:`Checkpoint.open`
+    """
+    weight_map = _read_index(index_path) if index_path else None
+    shards = dict(read_headers(_shard_paths(root, files, weight_map)))
+    tensors = tensor_refs(shards)
+    if weight_map is not None and index_path is not None:
+        _check_index(weight_map, tensors, index_path)
+    known = {Path(INDEX_NAME), *(Path(name) for name in shards)}
+    others = tuple(relative for relative in files if relative not in known)
+    return Checkpoint(root, config, MappingProxyType(shards), tensors, index_path, others)
 
 
 def tensor_refs(shards: Mapping[str, Header]) -> Mapping[str, TensorRef]:
@@ -159,7 +178,7 @@ def _shard_paths(root: Path, files: Mapping[Path, Path], weight_map: Mapping[str
         return _without_index(root, present, files)
     named = sorted(set(weight_map.values()))
     for name in named:
-        resolve_inside(root, name, named_by=root / INDEX_NAME)
+        check_name(name, named_by=root / INDEX_NAME)
         if name not in present:
             raise CheckpointError(
                 root / name,
@@ -197,7 +216,7 @@ def _without_index(root: Path, present: dict[str, Path], files: Mapping[Path, Pa
                 remedy="the download is incomplete: fetch the rest, for example with `hf download`",
             )
     if not present:
-        pickles = [path for path in files if path.suffix in _PICKLES]
+        pickles = [path for path in files if path.suffix in PICKLE_SUFFIXES]
         raise CheckpointError(
             root / pickles[0] if pickles else root,
             found="weights in a pickle only" if pickles else "no .safetensors file",
