@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import tiny_models
 from ranks import Ranks
+from typer.testing import CliRunner
+
+from weightprep.cli import app
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +37,21 @@ def tp2(glm: Path) -> Iterator[Ranks]:
     ranks = Ranks(2, str(glm))
     yield ranks
     ranks.close()
+
+
+def convert(source: Path, destination: Path, layout: str) -> Path:
+    result = CliRunner().invoke(app, ["convert", str(source), str(destination), "--layout", layout])
+    assert result.exit_code == 0, result.output
+    return destination
+
+
+@pytest.fixture(scope="session")
+def sidecar_of() -> Callable[[Path, Path], Path]:
+    """Converts a checkpoint with a sidecar: (source, destination) -> destination."""
+    return lambda source, destination: convert(source, destination, "sidecar")
+
+
+@pytest.fixture(scope="session")
+def inline_of() -> Callable[[Path, Path], Path]:
+    """Converts a checkpoint inline: (source, destination) -> destination."""
+    return lambda source, destination: convert(source, destination, "inline")

@@ -44,7 +44,7 @@ def load_with_upstreams_cast(state: Any, path: Path, draft: bool = False) -> dic
 
 
 def load_without_amx(
-    state: Any, path: Path, load_format: str, extra: dict[str, Any], draft: bool = False
+    state: Any, path: Path, load_format: str, extra: dict[str, Any], draft: bool = False, keep: bool = False
 ) -> dict[int, Absorbed]:
     """A load with what follows post_load_weights left out: fp8 linears ask for AMX there on a CPU."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
@@ -52,9 +52,12 @@ def load_without_amx(
     kept = DefaultModelLoader.__dict__["postprocess_weights"]
     DefaultModelLoader.postprocess_weights = staticmethod(lambda model, device: None)
     try:
-        return live_sglang.absorbed(_load(state, path, load_format, extra, draft))
+        model = _load(state, path, load_format, extra, draft)
     finally:
         DefaultModelLoader.postprocess_weights = kept
+    if keep:
+        state.models[str(path), load_format, draft] = model
+    return live_sglang.absorbed(model)
 
 
 def origins(state: Any, key: tuple[str, str, bool]) -> dict[str, str]:
@@ -110,3 +113,56 @@ def update_from_disk(state: Any, key: tuple[str, str, bool], path: Path) -> tupl
     with _updater(model, path) as updater:
         done, message = updater.update_weights_from_disk(str(path), "weightprep")
     return done, message, live_sglang.absorbed(model)
+
+
+def _named(path: Path, layers: tuple[int, ...], parts: tuple[str, ...]) -> list[tuple[str, torch.Tensor]]:
+    from safetensors.torch import load_file
+
+    wanted = {f"model.layers.{layer}.self_attn.kv_b_proj.{part}" for layer in layers for part in parts}
+    return [(name, tensor) for name, tensor in load_file(path / "model.safetensors").items() if name in wanted]
+
+
+def update_from_tensors(
+    state: Any,
+    key: tuple[str, str, bool],
+    path: Path,
+    layers: tuple[int, ...],
+    load_format: str | None = None,
+    calls: tuple[tuple[str, ...], ...] = (("weight",),),
+) -> dict[int, Absorbed]:
+    """kv_b_proj of `layers` at `path` through sglang's update_weights_from_tensor, in one call per entry of `calls`."""
+    model = state.models[key]
+    for parts in calls:
+        named: Any = _named(path, layers, parts)
+        if load_format == "flattened_bucket":
+            from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+            bucket = FlattenedTensorBucket(named_tensors=named)
+            named = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
+        with _updater(model, path) as updater:
+            done, message = updater.update_weights_from_tensor(named, load_format)
+        assert done, message
+    return live_sglang.absorbed(model)
+
+
+def update_from_distributed(
+    state: Any, key: tuple[str, str, bool], path: Path, layers: tuple[int, ...]
+) -> dict[int, Absorbed]:
+    """What update_weights_from_distributed does with tensors once they have arrived, with the session around it."""
+    model = state.models[key]
+    with _updater(model, path) as updater:
+        updater.begin_weight_update()
+        done, message = updater.load_weights_from_distributed(_named(path, layers, ("weight",)))
+        assert done, message
+        updater.end_weight_update(run_post_load=True)
+    return live_sglang.absorbed(model)
+
+
+def copy_behind_everybodys_back(state: Any, key: tuple[str, str, bool], layer: int) -> tuple[list[str], list[str]]:
+    """The modules that are stale before and after kv_b_proj of `layer` is changed in place."""
+    from weightprep.engines.sglang.prepare import preparation_of
+
+    ((holder, preparation),) = preparation_of(state.models[key])
+    before = preparation.stale(holder)
+    live_sglang.attentions(state.models[key])[layer].kv_b_proj.weight.data.mul_(2)
+    return before, preparation.stale(holder)

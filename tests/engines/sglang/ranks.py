@@ -6,6 +6,7 @@ imported it once, and every test runs its function in them.
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import socket
@@ -13,6 +14,8 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
+
+import torch
 
 _ENVIRONMENT = {"SGLANG_NCCL_SO_PATH": "/nowhere", "OMP_NUM_THREADS": "1", "SGLANG_PLUGINS": "weightprep"}
 _UNSET = ("TRITON_INTERPRET", "WEIGHTPREP_TARGET")
@@ -68,7 +71,7 @@ class Ranks:
                 process.join()
 
     def _collect(self) -> list[Any]:
-        replies = [pipe.recv() for pipe in self._pipes]
+        replies = [torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False) for pipe in self._pipes]
         failures = [f"rank {rank}: {value}" for rank, (ok, value) in enumerate(replies) if not ok]
         if failures:
             raise RankFailed("\n".join(failures))
@@ -104,6 +107,10 @@ def _serve(pipe: Connection, rank: int, world: int, port: int, model_path: str, 
 
 def _answer(pipe: Connection, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     try:
-        pipe.send((True, function(*args, **kwargs)))
+        reply = (True, function(*args, **kwargs))
     except Exception as error:
-        pipe.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+        reply = (False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+    # not pipe.send: sglang replaces the way in which tensors go through it
+    buffer = io.BytesIO()
+    torch.save(reply, buffer)
+    pipe.send_bytes(buffer.getvalue())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import on_ranks
@@ -14,25 +15,16 @@ from ranks import RankFailed, Ranks
 from safetensors.torch import load_file, save_file
 from test_prepare import assert_same_bits
 from tiny_models import LAYERS, scale_kv_b
-from typer.testing import CliRunner
-
-from weightprep.cli import app
-
-
-def convert(source: Path, destination: Path, layout: str) -> Path:
-    result = CliRunner().invoke(app, ["convert", str(source), str(destination), "--layout", layout])
-    assert result.exit_code == 0, result.output
-    return destination
 
 
 @pytest.fixture(scope="module")
-def sidecar(glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return convert(glm, tmp_path_factory.mktemp("sidecar") / "model", "sidecar")
+def sidecar(glm: Path, tmp_path_factory: pytest.TempPathFactory, sidecar_of: Callable[[Path, Path], Path]) -> Path:
+    return sidecar_of(glm, tmp_path_factory.mktemp("sidecar") / "model")
 
 
 @pytest.fixture(scope="module")
-def inline(glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return convert(glm, tmp_path_factory.mktemp("inline") / "model", "inline")
+def inline(glm: Path, tmp_path_factory: pytest.TempPathFactory, inline_of: Callable[[Path, Path], Path]) -> Path:
+    return inline_of(glm, tmp_path_factory.mktemp("inline") / "model")
 
 
 @pytest.mark.parametrize("draft", [False, True], ids=["decoder", "nextn"])

@@ -21,6 +21,7 @@ from weightprep.engines.sglang.hardware import resolve_target
 from weightprep.engines.sglang.options import Options, split_options
 from weightprep.engines.sglang.prepare import Preparation, around_post_load_weights, preparation_of, preparing
 from weightprep.engines.sglang.startup_check import check_startup
+from weightprep.engines.sglang.updates import follow_updates
 from weightprep.engines.sglang.versions import POST_LOAD_WEIGHTS
 from weightprep.errors import EngineError
 from weightprep.recipe import find_recipe, load_recipe, resolve
@@ -47,6 +48,7 @@ class WeightprepLoader(DefaultModelLoader):  # type: ignore[misc]  # sglang has 
         else:
             BaseModelLoader.__init__(self, load_config)
         ensure_hook(POST_LOAD_WEIGHTS, around_post_load_weights)
+        follow_updates()
 
     def load_model(self, *, model_config: Any, device_config: Any) -> torch.nn.Module:
         """Load and prepare a model.

@@ -93,11 +93,30 @@ class Preparation:
     def _prepare(self, touched: list[tuple[LiveModule, Mapping[str, object]]]) -> None:
         modules = [module for module, _ in touched]
         self._refuse_stale_sidecar(modules)
-        for (module, before), context in zip(touched, self._contexts(modules), strict=True):
-            source, origin = self._source(module)
-            prepared = run_steps(module.plan.prepare, source, context)
+        for (module, before), (prepared, origin) in zip(touched, self._made(modules), strict=True):
             _bind(module.owner, _into_storage(prepared, before, module))
             self.origins[module.plan.source] = origin
+
+    @torch.no_grad()
+    def stale(self, model: Any) -> list[str]:
+        """Modules whose bound weights are not what their present kv_b_proj gives, as after a copy that nobody
+        announced.
+
+        Prepares every layer again and compares bits, so it takes as long as a load's preparation. All ranks must call
+        it.
+        """
+        modules = [module for module in live_modules(model, self.plan) if module.plan.source in self.origins]
+        return [
+            module.plan.source
+            for module, (prepared, _) in zip(modules, self._made(modules), strict=True)
+            if not all(_same_bits(getattr(module.owner, role), tensor) for role, tensor in prepared.items())
+        ]
+
+    def _made(self, modules: list[LiveModule]) -> Iterator[tuple[Bundle, Origin]]:
+        """What the plan makes of each module's present source."""
+        for module, context in zip(modules, self._contexts(modules), strict=True):
+            source, origin = self._source(module)
+            yield run_steps(module.plan.prepare, source, context), origin
 
     def _contexts(self, modules: list[LiveModule]) -> list[StepContext]:
         contexts, maxima = [], []
@@ -171,6 +190,12 @@ def around_post_load_weights(original: Callable[..., None], model: Any, *args: A
         return
     vars(model)[_STATE] = preparation
     preparation.run(model, lambda: original(model, *args, **kwargs))
+
+
+def _same_bits(left: object, right: torch.Tensor) -> bool:
+    if not isinstance(left, torch.Tensor) or (left.dtype, left.shape) != (right.dtype, right.shape):
+        return False
+    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (left, right)))
 
 
 def _bindings(owner: Any) -> Mapping[str, object]:

@@ -20,6 +20,7 @@ from weightprep.checkpoint.reader import find_module, read_tensor
 from weightprep.checkpoint.repository import Checkpoint, TensorRef, tensor_refs
 from weightprep.errors import CheckpointError, EngineError
 from weightprep.transforms import Bundle
+from weightprep.transforms.stored_absorbed import STORED_NAMES, from_linears
 
 __all__ = ["Sidecar", "open_sidecar"]
 
@@ -43,6 +44,8 @@ class Sidecar:
 
     def rows(self, module: str, rank: int, shards: int, device: torch.device) -> Bundle:
         """Rows of `module` that rank `rank` of `shards` holds, on `device`."""
+        if module + STORED_NAMES["w_kc"] in self.tensors:
+            return self._absorbed_rows(module, rank, shards, device)
         found = find_module(self.tensors, module)
         if found is None:
             raise CheckpointError(
@@ -58,6 +61,16 @@ class Sidecar:
             scale = _row_range(scale, *part.scale_rows)
         weight = read_tensor(_row_range(found.weight, rank * count, (rank + 1) * count)).to(device)
         return Bundle.source(weight, None if scale is None else read_tensor(scale).to(device), part.encoded)
+
+    def _absorbed_rows(self, module: str, rank: int, shards: int, device: torch.device) -> Bundle:
+        tensors = {}
+        for role, suffix in STORED_NAMES.items():
+            count = self.tensors[module + suffix].info.shape[0] // shards
+            part = _row_range(self.tensors[module + suffix], rank * count, (rank + 1) * count)
+            tensors[role] = read_tensor(part).to(device)
+        # w_kc has a row for each head and column of rank, and w_vc two columns of rank in a byte
+        heads = tensors["w_kc"].shape[0] // (2 * tensors["w_vc"].shape[1])
+        return from_linears(tensors, heads)
 
     def stale(self, modules: list[str]) -> list[str]:
         """Those of `modules` whose weights in the checkpoint are not the ones that they were converted from."""

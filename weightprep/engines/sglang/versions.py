@@ -23,6 +23,7 @@ __all__ = [
     "OLDEST",
     "POST_LOAD_WEIGHTS",
     "TARGETS",
+    "UPDATE_FROM_TENSOR",
     "Target",
     "check_support",
     "installed_root",
@@ -57,6 +58,13 @@ class Target:
         return next((name for name in self.anywhere if resolves(root, name)), None)
 
 
+UPDATE_FROM_TENSOR = Target(
+    "updates that copy straight into parameters can be followed",
+    (
+        "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor",
+        "sglang.srt.model_executor.model_runner.ModelRunner.update_weights_from_tensor",
+    ),
+)
 TARGETS = (
     Target("plugins are loaded", ("sglang.srt.plugins.load_plugins",)),
     Target("hooks can be registered", ("sglang.srt.plugins.hook_registry.HookRegistry.register",)),
@@ -75,6 +83,7 @@ TARGETS = (
             "sglang.srt.layers.dp_attention.get_attention_tp_group",
         ),
     ),
+    UPDATE_FROM_TENSOR,
 )
 
 

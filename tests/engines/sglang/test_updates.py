@@ -1,0 +1,89 @@
+"""Weight updates into a running model, by every route of sglang: in place, and as good as a fresh load, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import on_ranks
+import pytest
+from live_sglang import Absorbed
+from ranks import Ranks
+from test_prepare import assert_same_bits
+from tiny_models import LAYERS, scale_kv_b
+
+ALL = tuple(range(LAYERS))
+
+
+@pytest.fixture(scope="module")
+def other(glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return scale_kv_b(glm, tmp_path_factory.mktemp("other") / "model", 3.0)
+
+
+@pytest.fixture(scope="module")
+def wanted(tp1: Ranks, other: Path) -> dict[int, Absorbed]:
+    return tp1.run(on_ranks.load, other)[0]
+
+
+def assert_followed(
+    after: dict[int, Absorbed], before: dict[int, Absorbed], wanted: dict[int, Absorbed], layers: tuple[int, ...]
+) -> None:
+    expected = {layer: wanted[layer] if layer in layers else before[layer] for layer in before}
+    assert_same_bits(after, expected)
+    for layer in after:
+        assert after[layer].pointers == before[layer].pointers
+
+
+@pytest.mark.parametrize("layers", [ALL, (1,)], ids=["all", "one layer"])
+@pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
+def test_from_tensor(
+    layers: tuple[int, ...], load_format: str | None, tp1: Ranks, glm: Path, other: Path, wanted: dict[int, Absorbed]
+) -> None:
+    before = tp1.run(on_ranks.load, glm)[0]
+    key = (str(glm), "weightprep", False)
+    for _ in range(2):
+        after = tp1.run(on_ranks.update_from_tensors, key, other, layers, load_format)[0]
+        assert_followed(after, before, wanted, layers)
+
+
+def test_direct_copies_are_followed(tp1: Ranks, glm: Path, other: Path, wanted: dict[int, Absorbed]) -> None:
+    before = tp1.run(on_ranks.load, glm)[0]
+    after = tp1.run(on_ranks.update_from_tensors, (str(glm), "weightprep", False), other, (0, 2), "direct")[0]
+    assert_followed(after, before, wanted, (0, 2))
+
+
+def test_from_distributed(tp1: Ranks, glm: Path, other: Path, wanted: dict[int, Absorbed]) -> None:
+    before = tp1.run(on_ranks.load, glm)[0]
+    after = tp1.run(on_ranks.update_from_distributed, (str(glm), "weightprep", False), other, ALL)[0]
+    assert_followed(after, before, wanted, ALL)
+
+
+def test_a_silent_copy_is_detected(tp1: Ranks, glm: Path) -> None:
+    tp1.run(on_ranks.load, glm)
+    before, after = tp1.run(on_ranks.copy_behind_everybodys_back, (str(glm), "weightprep", False), 1)[0]
+    assert before == []
+    assert after == ["model.layers.1.self_attn.kv_b_proj"]
+
+
+def test_disk_update_with_the_plans_options(tp1: Ranks, glm: Path, other: Path) -> None:
+    """sglang rebuilds the load config of such an update without our keys; what was asked for still counts."""
+    extra = on_ranks.GFX950 | {"nextn": "keep"}
+    kept = tp1.run(on_ranks.load, glm, extra=extra, draft=True)[0]
+    done, message, after = tp1.run(on_ranks.update_from_disk, (str(glm), "weightprep", True), other)[0]
+    assert done, message
+    assert kept[LAYERS].w_kc.dtype == after[LAYERS].w_kc.dtype
+    assert float(after[LAYERS].w_kc.float().abs().max()) > 2 * float(kept[LAYERS].w_kc.float().abs().max())
+
+
+def test_weight_and_scale_in_different_calls(
+    tp1: Ranks, glm: Path, other: Path, tmp_path: Path, inline_of: Callable[[Path, Path], Path]
+) -> None:
+    first, second = inline_of(glm, tmp_path / "first"), inline_of(other, tmp_path / "second")
+    key = (str(first), "weightprep", False)
+    before = tp1.run(on_ranks.load_without_amx, first, "weightprep", on_ranks.GFX950, keep=True)[0]
+    wanted = tp1.run(on_ranks.load_without_amx, second, "weightprep", on_ranks.GFX950)[0]
+    calls: Any = (("weight",), ("weight_scale_inv",))
+    for _ in range(2):
+        after = tp1.run(on_ranks.update_from_tensors, key, second, (0, 1), calls=calls)[0]
+        assert_followed(after, before, wanted, (0, 1))
