@@ -229,3 +229,22 @@ def test_local_directories_are_used_as_they_are(server, ask, tmp_path):
     assert ask("locate", str(local)) == {"path": str(local)}
     assert ask("open", str(local))["root"] == str(local)
     assert server.requests == []
+
+
+def test_the_commands_take_hub_ids(hub, server, tmp_path):
+    synthesize(server.root, layers=2, shards=2)
+    environment = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(hub[1].home)}
+
+    def run(*arguments: str) -> dict[str, object]:
+        command = [str(Path(sys.executable).with_name("weightprep")), *arguments, "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        assert done.returncode == 0, done.stderr
+        document = json.loads(done.stdout)
+        assert isinstance(document, dict)
+        return document
+
+    looked = run("inspect", "hf://org/name@main")
+    assert (looked["tensors"], looked["shards"]) == (len(Checkpoint.open(server.root).tensors), 2)
+    assert not list(hub[1].home.rglob("*.safetensors"))
+    run("convert", "org/name", str(tmp_path / "converted"))
+    assert run("verify", "org/name", str(tmp_path / "converted"))["ok"] is True

@@ -32,7 +32,7 @@ class NextN(str, Enum):
 
 @command
 def convert(
-    src: Annotated[Path, typer.Argument(help="The checkpoint directory to convert.")],
+    src: Annotated[Path, typer.Argument(help="The checkpoint directory to convert, or org/name[@revision].")],
     dst: Annotated[Path, typer.Argument(help="The directory to write; with --layout sidecar it may be SRC itself.")],
     recipe: Annotated[str | None, typer.Option(help="Recipe name or YAML file; default: by architecture.")] = None,
     layout: Annotated[Layout, typer.Option(help="Into the shards, or into a subfolder beside them.")] = Layout.INLINE,
@@ -66,11 +66,12 @@ def convert(
 
       weightprep convert GLM-5.2 GLM-5.2 --layout sidecar
     """
+    from weightprep.checkpoint.hub import locate
     from weightprep.convert.execute import execute
     from weightprep.convert.planner import make_plan
 
     options = ConvertOptions(
-        source=src,
+        source=locate(src),
         destination=dst,
         recipe=recipe,
         layout=layout,

@@ -22,7 +22,7 @@ _DEFAULT_ENGINE = "sglang==0.5.23"
 
 @command
 def inspect(
-    src: Annotated[Path, typer.Argument(help="The checkpoint directory.")],
+    src: Annotated[Path, typer.Argument(help="The checkpoint directory, or org/name[@revision] on the hub.")],
     target: Annotated[
         list[str] | None, typer.Option(help="gfx950, gfx942, sm90, sm100 or cpu; may be repeated. Default: gfx950.")
     ] = None,
@@ -40,15 +40,17 @@ def inspect(
       weightprep inspect GLM-5.2
 
       weightprep inspect GLM-5.2 --target gfx950 --target sm90 --engine sglang==0.5.20
+
+      weightprep inspect zai-org/GLM-5.2   (fetches headers, not weights)
     """
-    from weightprep.checkpoint.repository import Checkpoint
+    from weightprep.checkpoint.hub import open_headers
     from weightprep.cli.convert import parse_precision
     from weightprep.convert.options import ConvertOptions
     from weightprep.convert.planner import plan_model
     from weightprep.convert.prediction import forecast
 
     version = _engine_version(engine)
-    checkpoint = Checkpoint.open(src)
+    checkpoint = open_headers(src)
     options = ConvertOptions(src, src, recipe=recipe, precision=parse_precision(precision))
     model = plan_model(checkpoint, options)
     forecasts = [layer for name in target or ["gfx950"] for layer in forecast(checkpoint, model, name, version)]

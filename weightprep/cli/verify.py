@@ -16,7 +16,7 @@ _SHOWN = 20
 
 @command
 def verify(
-    src: Annotated[Path, typer.Argument(help="The checkpoint that was converted.")],
+    src: Annotated[Path, typer.Argument(help="The checkpoint that was converted, or org/name[@revision].")],
     dst: Annotated[Path, typer.Argument(help="The result; SRC again for a sidecar that was added to it.")],
     recipe: Annotated[str | None, typer.Option(help="Recipe name or file, where the manifest's is not found.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
@@ -29,9 +29,10 @@ def verify(
 
       weightprep verify GLM-5.2 GLM-5.2-prepared
     """
+    from weightprep.checkpoint.hub import locate
     from weightprep.convert.verify import verify as judge
 
-    verdict = judge(src, dst, recipe=recipe)
+    verdict = judge(locate(src), dst, recipe=recipe)
     if json:
         print_json(
             "verify",
