@@ -109,9 +109,30 @@ def main() -> None:
     report["given_out_is_used"] = kept is given and bool((given == out.to(torch.bfloat16)).all())
     report["counts"] = witness.counts()
 
+    from weightprep.errors import ContractError
+
+    model = torch.nn.ModuleDict({"compressor": compressor})
+    import weightprep.engines.sglang.compressor_check as check
+
+    # the real one looks for aiter; it has run above
+    check.register_compressor_hooks = lambda: hooks.CompressorPath(True, "hooked above")
+    start_compressors = check.start_compressors
+    options = {"runtime": "auto", "on_violation": "error", "target": "gfx950"}
+    report["started"] = start_compressors(model, **options).direct
+    report["upstream"] = start_compressors(model, **options | {"runtime": "upstream"}).reason
+    try:
+        start_compressors(torch.nn.Linear(2, 2), **options)
+    except EngineError as error:
+        report["no_compressors"] = str(error)
+
     compressor.wkv_gate.weight.data = compressor.wkv_gate.weight.data.float()
-    violations = hooks.compressor_violations(torch.nn.ModuleDict({"compressor": compressor}), "gfx950")
-    report["violations"] = [str(violation) for violation in violations]
+    report["violations"] = [str(violation) for violation in hooks.compressor_violations(model, "gfx950")]
+    report["warned"] = start_compressors(model, **options | {"on_violation": "warn"}).direct
+    report["left_alone"] = start_compressors(model, **options | {"runtime": "upstream"}).direct
+    try:
+        start_compressors(model, **options)
+    except ContractError as error:
+        report["raised"] = str(error)
     report["float32_weight_dtype"] = str(compressor._compute_wkv_gate(x.float()).dtype)
     report["declined"] = [list(key) for key in witness.declined()]
     print(json.dumps(report))

@@ -115,3 +115,12 @@ def test_a_gate_weight_in_float32_is_a_violation_and_runs_upstream(report: Any) 
     assert "needs bfloat16" in violation
     assert report["float32_weight_dtype"] == "torch.float32"
     assert ["compressor_gate/bf16", "activations in torch.float32, gate weight in torch.float32"] in report["declined"]
+
+
+def test_startup_checks_gate_weights_only_where_the_path_is_on(report: Any) -> None:
+    assert report["started"]
+    assert report["upstream"] == "the option runtime is upstream"
+    assert "without compressors" in report["no_compressors"]
+    assert report["warned"]
+    assert not report["left_alone"]
+    assert "1 contract violation" in report["raised"]

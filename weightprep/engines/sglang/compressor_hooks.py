@@ -33,7 +33,14 @@ from weightprep.errors import EngineError
 from weightprep.runtime import witness
 from weightprep.runtime.compress import compress_decode, compress_prefill
 
-__all__ = ["CompressorPath", "Gemm", "compressor_targets", "compressor_violations", "register_compressor_hooks"]
+__all__ = [
+    "CompressorPath",
+    "Gemm",
+    "compressor_targets",
+    "compressor_violations",
+    "compressors",
+    "register_compressor_hooks",
+]
 
 Gemm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -114,19 +121,26 @@ def register_compressor_hooks(gemm: Gemm | None = None) -> CompressorPath:
     return CompressorPath(True, f"{targets.producer} and {targets.consumer} are hooked")
 
 
+def compressors(model: torch.nn.Module) -> list[tuple[str, Any]]:
+    """Name and module of every compressor of `model` that the hooks reach."""
+    from sglang.srt.layers.attention.dsv4.compressor import Compressor
+
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, Compressor)]
+
+
 def compressor_violations(model: torch.nn.Module, target: str) -> list[Violation]:
     """The compressors of `model` whose gate weight is not bf16: they keep the widening pass.
 
     :param target: name of the hardware target, for the message
     """
     violations = []
-    for name, module in model.named_modules():
-        weight = getattr(getattr(module, "wkv_gate", None), "weight", None)
+    for name, module in compressors(model):
+        weight = getattr(module.wkv_gate, "weight", None)
         if not isinstance(weight, torch.Tensor) or weight.dtype == torch.bfloat16:
             continue
         violations.append(
             Violation(
-                layer=f"layer {getattr(module, 'layer_id', '?')} ({name})",
+                layer=f"layer {module.layer_id} ({name})",
                 tensor="wkv_gate.weight",
                 found=f"dtype is {str(weight.dtype).removeprefix('torch.')}",
                 wanted="bfloat16",
