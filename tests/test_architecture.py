@@ -1,4 +1,4 @@
-"""The imports point one way, and importing the package stays light: both are promises to whoever adds code or a process."""
+"""The imports point one way, and importing the package stays light: promises to whoever adds code or a process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def imported_packages(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "weightprep" else [node.module]
+            bare = node.module == "weightprep"
+            names = [f"weightprep.{alias.name}" for alias in node.names] if bare else [node.module]
         found |= {name.split(".")[1] for name in names if name.startswith("weightprep.")}
     return found - {"errors", "__version__"}
 
@@ -47,12 +48,14 @@ def test_imports_point_one_way(package: str) -> None:
 
 
 def test_import_touches_no_engine_kernel_library_or_gpu() -> None:
-    code = "import sys, weightprep; print(sorted({'torch', 'triton', 'sglang', 'aiter', 'transformers'} & set(sys.modules)))"
+    heavy = {"torch", "triton", "sglang", "aiter", "transformers"}
+    code = f"import sys, weightprep; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
 def test_plugin_registration_module_imports_no_torch_before_it_is_called() -> None:
-    code = "import sys, weightprep.engines.sglang.plugin; print(sorted({'torch', 'triton', 'sglang', 'aiter'} & set(sys.modules)))"
+    heavy = {"torch", "triton", "sglang", "aiter"}
+    code = f"import sys, weightprep.engines.sglang.plugin; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

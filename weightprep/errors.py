@@ -1,8 +1,8 @@
 """The one exception tree: everything that a user can cause is a WeightprepError that says what to do next.
 
-A message has four parts, always in this order: the subject (a file, a tensor, a key path), what was found, what was wanted, and
-the next step. They are separate arguments so that no call site can forget one, and separate attributes so that `--json` can
-report them.
+A message has four parts, always in this order: the subject (a file, a tensor, a key path), what was found, what was
+wanted, and the next step. They are separate arguments so that no call site can forget one, and separate attributes so
+that `--json` can report them.
 """
 
 from __future__ import annotations
