@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,6 +58,29 @@ def compress(compressor: Any, score: torch.Tensor, **keywords: Any) -> torch.Ten
         **keywords,
     )
     return result
+
+
+def load_through_the_flag(model: torch.nn.Module) -> bool:
+    """weightprep's loader with sglang's own part of the loading left out: a CPU cannot build this model."""
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    from weightprep.engines.sglang.loader import WeightprepLoader
+
+    config = {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "num_hidden_layers": 1,
+        "hidden_size": HIDDEN,
+        "head_dim": HEAD_DIM,
+        "index_head_dim": HEAD_DIM,
+    }
+    hf_config = SimpleNamespace(to_dict=lambda: config)
+    DefaultModelLoader.load_model = lambda self, **keywords: model
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        loader = WeightprepLoader(LoadConfig(load_format="auto", model_loader_extra_config={"sidecar": "off"}))
+        model_config = SimpleNamespace(hf_config=hf_config, model_path=folder)
+        return loader.load_model(model_config=model_config, device_config=None) is model
 
 
 def main() -> None:
@@ -124,6 +149,8 @@ def main() -> None:
         start_compressors(torch.nn.Linear(2, 2), **options)
     except EngineError as error:
         report["no_compressors"] = str(error)
+
+    report["loaded"] = load_through_the_flag(model)
 
     compressor.wkv_gate.weight.data = compressor.wkv_gate.weight.data.float()
     report["violations"] = [str(violation) for violation in hooks.compressor_violations(model, "gfx950")]

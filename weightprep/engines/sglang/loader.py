@@ -16,6 +16,7 @@ import torch
 from sglang.srt.configs.load_config import LoadConfig, LoadFormat
 from sglang.srt.model_loader.loader import BaseModelLoader, DefaultModelLoader, get_model_loader
 
+from weightprep.engines.sglang.compressor_check import start_compressors
 from weightprep.engines.sglang.guard import ensure_hook
 from weightprep.engines.sglang.hardware import resolve_target
 from weightprep.engines.sglang.options import Options, split_options
@@ -67,7 +68,12 @@ class WeightprepLoader(DefaultModelLoader):  # type: ignore[misc]  # sglang has 
             else:
                 inner = get_model_loader(self.load_config, model_config)
                 model = inner.load_model(model_config=model_config, device_config=device_config)
-        _check(model, weights_are_random=self.options.inner == "dummy", is_reload=False)
+        if preparation.plan.modules:
+            _check(model, weights_are_random=self.options.inner == "dummy", is_reload=False)
+        else:
+            options = self.options
+            target, policy = preparation.target, options.on_violation
+            start_compressors(model, runtime=options.runtime, on_violation=policy, target=target)
         return model
 
     def load_weights_and_postprocess(self, model: Any, weights: Iterable[Any], target_device: torch.device) -> None:
