@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from weightprep.recipe import load_recipe, resolve
+
 HIDDEN, HEAD_DIM, RATIO, TOKENS = 64, 128, 4, 12
+CONFIG: dict[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "num_hidden_layers": 1,
+    "hidden_size": HIDDEN,
+    "head_dim": HEAD_DIM,
+    "index_head_dim": HEAD_DIM,
+}
 
 
 def build() -> Any:
@@ -67,17 +76,10 @@ def load_through_the_flag(model: torch.nn.Module) -> bool:
 
     from weightprep.engines.sglang.loader import WeightprepLoader
 
-    config = {
-        "architectures": ["DeepseekV4ForCausalLM"],
-        "num_hidden_layers": 1,
-        "hidden_size": HIDDEN,
-        "head_dim": HEAD_DIM,
-        "index_head_dim": HEAD_DIM,
-    }
-    hf_config = SimpleNamespace(to_dict=lambda: config)
+    hf_config = SimpleNamespace(to_dict=lambda: CONFIG)
     DefaultModelLoader.load_model = lambda self, **keywords: model
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(config))
+        Path(folder, "config.json").write_text(json.dumps(CONFIG))
         loader = WeightprepLoader(LoadConfig(load_format="auto", model_loader_extra_config={"sidecar": "off"}))
         model_config = SimpleNamespace(hf_config=hf_config, model_path=folder)
         return loader.load_model(model_config=model_config, device_config=None) is model
@@ -142,22 +144,23 @@ def main() -> None:
     # the real one looks for aiter; it has run above
     check.register_compressor_hooks = lambda: hooks.CompressorPath(True, "hooked above")
     start_compressors = check.start_compressors
+    plan = resolve(load_recipe("deepseek_v4"), CONFIG)
     options = {"runtime": "auto", "on_violation": "error", "target": "gfx950"}
-    report["started"] = start_compressors(model, **options).direct
-    report["upstream"] = start_compressors(model, **options | {"runtime": "upstream"}).reason
+    report["started"] = start_compressors(model, plan, **options).direct
+    report["upstream"] = start_compressors(model, plan, **options | {"runtime": "upstream"}).reason
     try:
-        start_compressors(torch.nn.Linear(2, 2), **options)
+        start_compressors(torch.nn.Linear(2, 2), plan, **options)
     except EngineError as error:
         report["no_compressors"] = str(error)
 
     report["loaded"] = load_through_the_flag(model)
 
     compressor.wkv_gate.weight.data = compressor.wkv_gate.weight.data.float()
-    report["violations"] = [str(violation) for violation in hooks.compressor_violations(model, "gfx950")]
-    report["warned"] = start_compressors(model, **options | {"on_violation": "warn"}).direct
-    report["left_alone"] = start_compressors(model, **options | {"runtime": "upstream"}).direct
+    report["violations"] = [str(violation) for violation in check.compressor_violations(model, plan, "gfx950")]
+    report["warned"] = start_compressors(model, plan, **options | {"on_violation": "warn"}).direct
+    report["left_alone"] = start_compressors(model, plan, **options | {"runtime": "upstream"}).direct
     try:
-        start_compressors(model, **options)
+        start_compressors(model, plan, **options)
     except ContractError as error:
         report["raised"] = str(error)
     report["float32_weight_dtype"] = str(compressor._compute_wkv_gate(x.float()).dtype)

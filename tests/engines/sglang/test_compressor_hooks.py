@@ -111,7 +111,7 @@ def test_calls_are_witnessed(report: Any) -> None:
 
 def test_a_gate_weight_in_float32_is_a_violation_and_runs_upstream(report: Any) -> None:
     (violation,) = report["violations"]
-    assert "layer 3 (compressor) wkv_gate.weight: dtype is float32" in violation
+    assert "layer 3 (compressor) wkv_gate: dtype is float32" in violation
     assert "needs bfloat16" in violation
     assert report["float32_weight_dtype"] == "torch.float32"
     assert ["compressor_gate/bf16", "activations in torch.float32, gate weight in torch.float32"] in report["declined"]

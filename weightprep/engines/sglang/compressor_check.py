@@ -1,5 +1,5 @@
-"""At startup: puts a DeepSeek-V4 model's compressors on the direct path, checks their gate weights, and says what came
-of it.
+"""At startup: puts a DeepSeek-V4 model's compressors on the direct path, checks their tensors against the recipe's
+contracts, and says what came of it.
 
 Such a model has no absorbed weights to prepare, so the table of the other models would be empty. What there is to know
 is how many compressors run without a widening pass, or why none does.
@@ -9,33 +9,33 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from typing import Any
 
 import torch
 
-from weightprep.contracts import raise_violations
-from weightprep.engines.sglang.compressor_hooks import (
-    CompressorPath,
-    compressor_violations,
-    compressors,
-    register_compressor_hooks,
-)
+from weightprep.contracts import Place, Violation, raise_violations
+from weightprep.engines.sglang.compressor_hooks import GATE_PATH, CompressorPath, register_compressor_hooks
 from weightprep.errors import EngineError
+from weightprep.recipe import ModelPlan
 
-__all__ = ["start_compressors"]
+__all__ = ["compressor_violations", "start_compressors"]
 
 logger = logging.getLogger(__name__)
 
 
-def start_compressors(model: torch.nn.Module, *, runtime: str, on_violation: str, target: str) -> CompressorPath:
+def start_compressors(
+    model: torch.nn.Module, plan: ModelPlan, *, runtime: str, on_violation: str, target: str
+) -> CompressorPath:
     """Hook, check and report; call it after the weights are loaded and before graphs are captured.
 
+    :param plan: of the recipe with the contracts `compressor_ratio_*` and `indexer_compressor_ratio_*`
     :param runtime: the plugin's option; "upstream" leaves the compressors alone
     :param on_violation: "error" or "warn"
     :param target: name of the hardware target, for messages
     :raises EngineError: `model` has no compressors, or online compress is on, or a hook did not take
-    :raises ModelContractError: gate weights in another dtype than bf16 where the direct path is on
+    :raises ModelContractError: a tensor breaks its contract where the direct path is on
     """
-    found = Counter(module.ratio for _, module in compressors(model))
+    found = Counter(module.ratio for _, module in _compressors(model))
     if not found:
         raise EngineError(
             type(model).__name__,
@@ -50,10 +50,42 @@ def start_compressors(model: torch.nn.Module, *, runtime: str, on_violation: str
     kinds = ", ".join(f"{count} of ratio {ratio}" for ratio, count in sorted(found.items()))
     name = "compressor direct (fast)" if path.direct else "compressor as upstream"
     logger.info("weightprep: %s on %s: %s: %s; %s", type(model).__name__, target, kinds, name, path.reason)
-    violations = compressor_violations(model, target) if path.direct else []
+    violations = compressor_violations(model, plan, target) if path.direct else []
     if on_violation == "warn":
         for violation in violations:
             logger.warning("weightprep: %s", violation)
     else:
         raise_violations(violations)
     return path
+
+
+def compressor_violations(model: torch.nn.Module, plan: ModelPlan, target: str) -> list[Violation]:
+    """What of the compressors of `model` differs from the contracts of `plan`.
+
+    A gate weight in another dtype than bf16 keeps the widening pass; one in GGUF is read by a kernel of its own and not
+    looked at.
+    """
+    violations: list[Violation] = []
+    for name, module in _compressors(model):
+        contract = f"{'indexer_' if module.is_in_indexer else ''}compressor_ratio_{module.ratio}"
+        tensors = {"wkv_gate": getattr(module.wkv_gate, "weight", None), "ape": module.ape}
+        for role, spec in plan.contract(contract, 1, target).items():
+            place = Place(
+                layer=module.layer_id,
+                group=name,
+                tensor=role,
+                path=GATE_PATH,
+                target=target,
+                consequence="the score is computed in float32, or widened in a kernel of its own",
+                cause="the tensor was loaded in another form than the checkpoint's",
+                remedy="leave the compressor's wkv, wgate and ape as the checkpoint has them, or on_violation=warn",
+            )
+            if tensors[role] is not None:
+                violations.extend(spec.check(tensors[role].detach(), place))
+    return violations
+
+
+def _compressors(model: torch.nn.Module) -> list[tuple[str, Any]]:
+    from sglang.srt.layers.attention.dsv4.compressor import Compressor
+
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, Compressor)]

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 
-from weightprep.contracts import Violation
 from weightprep.engines.sglang.guard import ensure_hook
 from weightprep.engines.sglang.versions import installed_root, installed_version, resolves
 from weightprep.errors import EngineError
@@ -37,8 +36,6 @@ __all__ = [
     "CompressorPath",
     "Gemm",
     "compressor_targets",
-    "compressor_violations",
-    "compressors",
     "register_compressor_hooks",
 ]
 
@@ -119,38 +116,6 @@ def register_compressor_hooks(gemm: Gemm | None = None) -> CompressorPath:
         _rebind_gate_gemm()
     ensure_hook(targets.consumer, _compress_in_float32)
     return CompressorPath(True, f"{targets.producer} and {targets.consumer} are hooked")
-
-
-def compressors(model: torch.nn.Module) -> list[tuple[str, Any]]:
-    """Name and module of every compressor of `model` that the hooks reach."""
-    from sglang.srt.layers.attention.dsv4.compressor import Compressor
-
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, Compressor)]
-
-
-def compressor_violations(model: torch.nn.Module, target: str) -> list[Violation]:
-    """The compressors of `model` whose gate weight is not bf16: they keep the widening pass.
-
-    :param target: name of the hardware target, for the message
-    """
-    violations = []
-    for name, module in compressors(model):
-        weight = getattr(module.wkv_gate, "weight", None)
-        if not isinstance(weight, torch.Tensor) or weight.dtype == torch.bfloat16:
-            continue
-        violations.append(
-            Violation(
-                layer=f"layer {module.layer_id} ({name})",
-                tensor="wkv_gate.weight",
-                found=f"dtype is {str(weight.dtype).removeprefix('torch.')}",
-                wanted="bfloat16",
-                path=f"'{GATE_PATH}' on {target}",
-                consequence="the score is computed in float32 or widened in a kernel of its own",
-                cause="the gate weight was loaded in another dtype than the checkpoint's bf16",
-                remedy="leave the compressor's wkv and wgate unquantized in bf16",
-            )
-        )
-    return violations
 
 
 def _gate_in_bf16(original: Callable[..., torch.Tensor], compressor: Any, x: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,7 @@ class WeightprepLoader(DefaultModelLoader):  # type: ignore[misc]  # sglang has 
         else:
             options = self.options
             target, policy = preparation.target, options.on_violation
-            start_compressors(model, runtime=options.runtime, on_violation=policy, target=target)
+            start_compressors(model, preparation.plan, runtime=options.runtime, on_violation=policy, target=target)
         return model
 
     def load_weights_and_postprocess(self, model: Any, weights: Iterable[Any], target_device: torch.device) -> None:
