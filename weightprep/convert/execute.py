@@ -94,12 +94,10 @@ def _locked(plan: ConversionPlan, part: Part, journal: Journal, progress: Progre
             return Result(options.output, False, len(mine) - len(todo), runner.placed, records)
         _check_complete(plan, done)
         _write_rest(plan, records, below)
-    except ResumableError:
-        raise
-    except WeightprepError:
-        # Bad values or a changed source: the partial result is worth nothing. Parts of a job array leave each other's
-        # work alone.
-        if part.count == 1:
+    except WeightprepError as error:
+        # Bad values or a changed source make the partial result worth nothing; a disk that fails does not. Parts of a
+        # job array leave each other's work alone.
+        if part.count == 1 and not isinstance(error, ResumableError) and not isinstance(error.__context__, OSError):
             shutil.rmtree(partial, ignore_errors=True)
         raise
     _commit(options)

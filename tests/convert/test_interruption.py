@@ -1,0 +1,379 @@
+"""Conversions that are killed, interrupted, starved or disturbed: never a destination that only looks finished."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from weightprep.cli import app
+from weightprep.convert.execute import execute
+from weightprep.convert.options import ConvertOptions, Layout, LinkMode
+from weightprep.convert.planner import make_plan
+from weightprep.errors import CheckpointError, WeightprepError
+from weightprep.synth import synthesize
+
+
+class Silent:
+    """Progress that nobody looks at."""
+
+    def begin(self, file: str, nbytes: int) -> None: ...
+
+    def advance(self, file: str, nbytes: int) -> None: ...
+
+    def end(self, file: str) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synthesize(tmp_path_factory.mktemp("source") / "src", shards=6)
+
+
+def hashes(root: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture(scope="module")
+def reference(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    destination = tmp_path_factory.mktemp("reference") / "dst"
+    convert(source, destination, workers=1)
+    return hashes(destination)
+
+
+def options(source: Path, destination: Path, **changes: object) -> ConvertOptions:
+    return ConvertOptions(source, destination, link=LinkMode.COPY, **changes)  # type: ignore[arg-type]
+
+
+def convert(source: Path, destination: Path, **changes: object) -> None:
+    execute(make_plan(options(source, destination, **changes)), Silent())
+
+
+# Imports once and forks for every conversion, so that a kill hits the conversion and not the start of Python.
+CHILD = """
+import os, sys
+from pathlib import Path
+from weightprep.convert.execute import execute
+from weightprep.convert.options import ConvertOptions, LinkMode
+from weightprep.convert.planner import make_plan
+class Silent:
+    def begin(self, *_): pass
+    advance = end = begin
+for line in sys.stdin:
+    source, destination, workers = line.split()
+    child = os.fork()
+    if not child:
+        plan = make_plan(ConvertOptions(Path(source), Path(destination), link=LinkMode.COPY, workers=int(workers)))
+        print(os.getpid(), flush=True)
+        execute(plan, Silent())
+        os._exit(0)
+    os.waitpid(child, 0)
+    print("over", flush=True)
+"""
+
+
+class Forks:
+    """Conversions in processes that can be killed."""
+
+    def __init__(self) -> None:
+        self._parent = subprocess.Popen(
+            [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+
+    def begin(self, source: Path, destination: Path, workers: int) -> int:
+        """The process id of a conversion that has its plan and begins to execute it."""
+        assert self._parent.stdin is not None
+        assert self._parent.stdout is not None
+        self._parent.stdin.write(f"{source} {destination} {workers}\n")
+        return int(self._parent.stdout.readline())
+
+    def wait(self) -> None:
+        """Wait for the conversion to end, in whatever way."""
+        assert self._parent.stdout is not None
+        assert self._parent.stdout.readline() == "over\n"
+
+    def close(self) -> None:
+        self._parent.communicate()
+
+
+@pytest.fixture
+def forks() -> Iterator[Forks]:
+    made = Forks()
+    yield made
+    made.close()
+
+
+def test_forty_kills_then_resume_gives_the_same_bytes(
+    source: Path, tmp_path: Path, reference: dict[str, str], forks: Forks
+) -> None:
+    forks.begin(source, tmp_path / "timed", 2)
+    began = time.monotonic()
+    forks.wait()
+    whole = time.monotonic() - began
+
+    moments = random.Random(0)
+    destination = tmp_path / "dst"
+    resumed = 0
+    for number in range(40):
+        if destination.exists():
+            # it came through before the kill: complete then, and another conversion begins
+            assert hashes(destination) == reference
+            destination = tmp_path / f"dst{number}"
+        resumed += any(destination.with_name(f"{destination.name}.partial").glob("files/*.safetensors"))
+        victim = forks.begin(source, destination, 1 + number % 3)
+        time.sleep(moments.uniform(0, whole))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+        forks.wait()
+    if not destination.exists():
+        convert(source, destination, workers=2)
+
+    assert hashes(destination) == reference
+    # otherwise every kill came before the first file was finished
+    assert resumed > 5
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_same_bytes_for_any_number_of_workers(
+    source: Path, tmp_path: Path, reference: dict[str, str], workers: int
+) -> None:
+    convert(source, tmp_path / "dst", workers=workers)
+    assert hashes(tmp_path / "dst") == reference
+
+
+def test_interrupt_is_130_and_resumable(source: Path, tmp_path: Path, reference: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "weightprep", "convert", str(source), str(tmp_path / "dst"), "--link", "copy"]
+    partial = tmp_path / "dst.partial"
+    child = subprocess.Popen([*command, "--workers", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not partial.exists() and child.poll() is None:
+        time.sleep(0.001)
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate()
+
+    assert child.returncode == 130, errors
+    assert "run the same command again" in errors
+    assert "Traceback" not in errors
+    assert not (tmp_path / "dst").exists()
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    assert hashes(tmp_path / "dst") == reference
+
+
+def failing(
+    monkeypatch: pytest.MonkeyPatch,
+    names: list[str],
+    code: int,
+    number: int,
+    counted: Callable[[tuple[object, ...]], bool],
+) -> list[int]:
+    """Let the `number`-th counted call of any of these functions of `os` fail, in this and every later call."""
+    calls = [0]
+    for name in names:
+        real = getattr(os, name)
+
+        def call(*args: object, _real: Callable[..., object] = real, **kwargs: object) -> object:
+            if counted(args):
+                calls[0] += 1
+                if calls[0] >= number:
+                    raise OSError(code, os.strerror(code))
+            return _real(*args, **kwargs)
+
+        monkeypatch.setattr(os, name, call)
+    return calls
+
+
+WRITES = ["pwrite", "write", "copy_file_range", "sendfile", "fsync", "link", "rename", "replace"]
+
+
+def test_no_space_at_any_write_is_resumable(
+    source: Path, tmp_path: Path, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    destination = tmp_path / "dst"
+    with monkeypatch.context() as patch:
+        total = failing(patch, WRITES, errno.ENOSPC, 10**9, lambda _: True)
+        convert(source, tmp_path / "counted", workers=1)
+    assert total[0] > 40
+
+    for number in range(1, total[0] + 1, 3):
+        with monkeypatch.context() as patch:
+            failing(patch, WRITES, errno.ENOSPC, number, lambda _: True)
+            with contextlib.suppress(WeightprepError):
+                convert(source, destination, workers=1)
+            assert not destination.exists() or hashes(destination) == reference
+        if destination.exists():
+            break
+    if not destination.exists():
+        convert(source, destination, workers=1)
+    assert hashes(destination) == reference
+
+
+def test_full_disk(source: Path, tmp_path: Path) -> None:
+    """On a real file system without space: refused before the first byte of a weight is written."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=20m", "none", str(mount)]
+    if os.geteuid() or subprocess.run(command, check=False).returncode:
+        pytest.skip("cannot mount a tmpfs here; the check of the free space is not tried on a real file system")
+    try:
+        result = CliRunner().invoke(app, ["convert", str(source), str(mount / "dst")])
+        assert result.exit_code == 2
+        assert "bytes free" in result.stderr
+        assert list(mount.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+@pytest.mark.parametrize("call", ["copy_file_range", "preadv"])
+def test_read_error_is_resumable(
+    source: Path, tmp_path: Path, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    with monkeypatch.context() as patch:
+        failing(patch, [call], errno.EIO, 3, lambda _: True)
+        with pytest.raises(WeightprepError, match="Input/output error"):
+            convert(source, tmp_path / "dst", workers=1)
+    assert not (tmp_path / "dst").exists()
+    assert (tmp_path / "dst.partial").exists()
+    convert(source, tmp_path / "dst", workers=1)
+    assert hashes(tmp_path / "dst") == reference
+
+
+def test_file_systems_without_copy_in_the_kernel(
+    source: Path, tmp_path: Path, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, ["copy_file_range", "sendfile"], errno.EXDEV, 1, lambda _: True)
+    convert(source, tmp_path / "dst", workers=1)
+    assert hashes(tmp_path / "dst") == reference
+
+
+def touch(path: Path) -> None:
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+
+
+def grow(path: Path) -> None:
+    status = path.stat()
+    with path.open("ab") as file:
+        file.write(b"\0")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def edit_header(path: Path) -> None:
+    status = path.stat()
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"format":"pt"', b'"format":"np"', 1))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize("change", [touch, grow, edit_header, Path.unlink])
+def test_source_that_changes_after_the_plan(tmp_path: Path, change: Callable[[Path], None]) -> None:
+    source = synthesize(tmp_path / "src", shards=3)
+    plan = make_plan(options(source, tmp_path / "dst", workers=2))
+    change(source / "model-00002-of-00003.safetensors")
+
+    with pytest.raises(CheckpointError, match="what the plan was made from"):
+        execute(plan, Silent())
+
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+def test_source_that_changes_between_two_runs(tmp_path: Path) -> None:
+    source = synthesize(tmp_path / "src", shards=3)
+
+    class Interrupted(Silent):
+        def end(self, file: str) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(make_plan(options(source, tmp_path / "dst", workers=1)), Interrupted())
+    touch(source / "model-00001-of-00003.safetensors")
+    with pytest.raises(CheckpointError, match="before its source changed"):
+        convert(source, tmp_path / "dst")
+    convert(source, tmp_path / "dst", overwrite=True)
+    assert CliRunner().invoke(app, ["verify", str(source), str(tmp_path / "dst")]).exit_code == 0
+
+
+def test_second_conversion_into_one_destination_is_refused(source: Path, tmp_path: Path) -> None:
+    first = make_plan(options(source, tmp_path / "dst", workers=1))
+    second = make_plan(options(source, tmp_path / "dst", workers=1))
+    other = make_plan(options(source, tmp_path / "dst", workers=1, nextn="keep", overwrite=True))
+    refused = []
+
+    class Meanwhile(Silent):
+        def end(self, file: str) -> None:
+            for plan in (second, other):
+                with pytest.raises(CheckpointError) as error:
+                    execute(plan, Silent())
+                refused.append(error.value.found)
+
+    execute(first, Meanwhile())
+
+    assert set(refused) == {"another process that is writing into it"}
+    assert (tmp_path / "dst" / "config.json").exists()
+
+
+def test_parts_of_a_job_array(source: Path, tmp_path: Path, reference: dict[str, str]) -> None:
+    base = ["convert", str(source), str(tmp_path / "dst"), "--link", "copy"]
+
+    def run(*flags: str) -> int:
+        return CliRunner().invoke(app, [*base, *flags]).exit_code
+
+    assert run("--finish") == 2
+    assert run("--part", "2/3") == 0
+    assert run("--finish") == 2
+    assert run("--part", "1/2") == 2
+    assert run("--part", "3/3") == 0
+    assert run("--part", "1/3") == 0
+    assert not (tmp_path / "dst").exists()
+    assert run("--finish") == 0
+    assert hashes(tmp_path / "dst") == reference
+
+
+class TestLinks:
+    def test_hard_links_share_the_inode_and_rewritten_shards_do_not(self, tmp_path: Path) -> None:
+        source = synthesize(tmp_path / "src", shards=10)
+        convert_linked(source, tmp_path / "dst", LinkMode.HARD)
+        shared = [path.name for path in source.glob("*.safetensors") if path.samefile(tmp_path / "dst" / path.name)]
+        assert 0 < len(shared) < 10
+        assert not (source / "config.json").samefile(tmp_path / "dst" / "config.json")
+        assert not (source / "README.md").samefile(tmp_path / "dst" / "README.md")
+
+    def test_overwriting_a_linked_result_leaves_the_source_alone(self, tmp_path: Path) -> None:
+        source = synthesize(tmp_path / "src", shards=10)
+        before = hashes(source)
+        convert_linked(source, tmp_path / "dst", LinkMode.HARD)
+        convert_linked(source, tmp_path / "dst", LinkMode.COPY, overwrite=True)
+        assert hashes(source) == before
+        assert not any(path.samefile(tmp_path / "dst" / path.name) for path in source.glob("*.safetensors"))
+
+    def test_reflink_where_there_are_none_is_refused(self, tmp_path: Path) -> None:
+        source = synthesize(tmp_path / "src", shards=10)
+        with contextlib.suppress(CheckpointError):
+            convert_linked(source, tmp_path / "dst", LinkMode.REFLINK)
+        assert [path.name for path in tmp_path.iterdir()] in (["src"], ["src", "dst"], ["dst", "src"])
+
+    def test_snapshot_of_a_hub_cache(self, tmp_path: Path) -> None:
+        blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "main"
+        synthesize(blobs, shards=10)
+        snapshot.mkdir(parents=True)
+        for blob in blobs.iterdir():
+            (snapshot / blob.name).symlink_to(f"../../blobs/{blob.name}")
+        convert_linked(snapshot, tmp_path / "dst", LinkMode.AUTO)
+        assert not any(path.is_symlink() for path in (tmp_path / "dst").iterdir())
+        assert CliRunner().invoke(app, ["verify", str(snapshot), str(tmp_path / "dst")]).exit_code == 0
+
+
+def convert_linked(source: Path, destination: Path, link: LinkMode, *, overwrite: bool = False) -> None:
+    chosen = ConvertOptions(source, destination, link=link, overwrite=overwrite, layout=Layout.INLINE)
+    execute(make_plan(chosen), Silent())
