@@ -15,6 +15,7 @@ from weightprep.convert.plan import ModuleJob
 from weightprep.convert.quality import measure
 from weightprep.convert.slices import run_in_slices
 from weightprep.transforms import Bundle
+from weightprep.transforms.stored_absorbed import to_linears
 
 __all__ = ["Converted", "convert_module", "stored_tensors"]
 
@@ -61,6 +62,8 @@ def convert_module(job: ModuleJob, dims: Mapping[str, int], file: str) -> Conver
 
 def stored_tensors(job: ModuleJob, stored: Bundle) -> dict[str, torch.Tensor]:
     """The tensors of `stored` in the shapes that `job` plans: one scale is repeated where every block gets its own."""
+    if stored.absorbed:
+        return to_linears(stored)
     return {
         role: stored[role].expand(info.shape).contiguous() if role == "scale" else stored[role]
         for role, info in job.outputs.items()

@@ -24,6 +24,7 @@ from weightprep.recipe import ModelPlan, ModulePlan, find_recipe, load_recipe, r
 from weightprep.recipe.resolve import NEXTN_GROUP
 from weightprep.transforms import Form, check_composition
 from weightprep.transforms.split_kv_b import kv_b_shape, split_kv_b
+from weightprep.transforms.stored_absorbed import STORED_NAMES, stored_shapes
 
 __all__ = ["find_modules", "layer_prefix", "make_plan", "plan_contents", "plan_model"]
 
@@ -70,14 +71,14 @@ def plan_contents(options: ConvertOptions) -> ConversionPlan:
     passed = [
         PassedModule(plan, source, reason)
         for plan, source in found
-        if (reason := _pass_reason(plan, source, _target(plan, source), options)) is not None
+        if (reason := _pass_reason(plan, source, options)) is not None
     ]
     done = {module.source.module for module in passed}
     todo = [(plan, source) for plan, source in found if source.module not in done]
     names = _module_names(checkpoint, model, [source.module for _, source in todo])
     overridden = overridden_entries(checkpoint.config, names)
     scale = storage_for(checkpoint.config) if todo and options.layout is Layout.INLINE else _SIDECAR_SCALE
-    jobs = [_job(plan, source, scale, overridden.get(source.module)) for plan, source in todo]
+    jobs = [_job(plan, source, model.dims, scale, overridden.get(source.module)) for plan, source in todo]
     if options.layout is Layout.INLINE:
         shards = inline_jobs(checkpoint, jobs)
         texts = inline_texts(checkpoint, shards, names) if jobs else {}
@@ -138,7 +139,7 @@ def _check_shape(plan: ModulePlan, source: SourceModule, dims: Mapping[str, int]
 
     :raises CheckpointError: config.json's dims do not fit the weight
     """
-    if any(step.name == split_kv_b.name for step in plan.load):
+    if any(step.name == split_kv_b.name for step in plan.prepare):
         found, wanted = (source.encoded.rows, source.encoded.cols), kv_b_shape(dims)
         if found != wanted:
             raise CheckpointError(
@@ -160,35 +161,45 @@ def _prefixes(name: str) -> list[str]:
     return [".".join(parts[: position + 1]) for position, part in enumerate(parts) if part.isdecimal()]
 
 
-def _target(plan: ModulePlan, source: SourceModule) -> Encoding:
+def _made(plan: ModulePlan, source: SourceModule) -> tuple[bool, Encoding]:
+    """Whether what is stored is absorbed, and its encoding."""
     given = Form(False, frozenset({source.encoded.encoding}))
     made = check_composition(plan.store, given, f"{plan.source}: store")
     (encoding,) = made.encodings
-    return encoding
+    return made.absorbed, encoding
 
 
-def _pass_reason(plan: ModulePlan, source: SourceModule, target: Encoding, options: ConvertOptions) -> str | None:
+def _pass_reason(plan: ModulePlan, source: SourceModule, options: ConvertOptions) -> str | None:
     stored = source.encoded.encoding
+    _, target = _made(plan, source)
     if stored is not target and not plan.store_for(stored, requantize=options.requantize):
         return f"already {stored.value}; storing it again under one scale costs accuracy for good (--requantize)"
     return f"already {stored.value}" if stored is target else None
 
 
-def _job(plan: ModulePlan, source: SourceModule, scale: StoredScale, overrides: str | None) -> ModuleJob:
+def _job(
+    plan: ModulePlan, source: SourceModule, dims: Mapping[str, int], scale: StoredScale, overrides: str | None
+) -> ModuleJob:
     """:raises CheckpointError: the result has no form that this layout can store."""
-    target = _target(plan, source)
+    absorbed, target = _made(plan, source)
     rows, cols = source.encoded.rows, source.encoded.cols
     outputs: dict[str, TensorInfo] = {}
     if target is Encoding.FP8_TENSOR:
         outputs["weight"] = describe(f"{source.module}.weight", torch.float8_e4m3fn, (rows, cols))
         outputs["scale"] = describe(source.module + scale.suffix, torch.float32, scale.shape(rows, cols))
-        return ModuleJob(plan, source, target.value, outputs, overrides)
-    raise CheckpointError(
-        source.weight.name,
-        found=f"a conversion from {source.encoded.encoding.value} to {target.value}",
-        wanted="a result that can be stored: fp8 with one scale",
-        remedy="choose another --precision",
-    )
+    elif scale is not _SIDECAR_SCALE:
+        raise CheckpointError(
+            source.weight.name,
+            found=f"a conversion from {source.encoded.encoding.value} to {target.value}",
+            wanted="fp8 with one scale, the form that loaders without weightprep read",
+            remedy="use --layout sidecar, or choose another --precision",
+        )
+    elif absorbed:
+        for role, shape in stored_shapes(dims).items():
+            outputs[role] = describe(source.module + STORED_NAMES[role], torch.uint8, shape)
+    else:
+        outputs["weight"] = describe(f"{source.module}.weight", torch.bfloat16, (rows, cols))
+    return ModuleJob(plan, source, target.value, outputs, overrides)
 
 
 def _module_names(checkpoint: Checkpoint, model: ModelPlan, quantized: Sequence[str]) -> Modules:

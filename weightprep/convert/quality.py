@@ -9,21 +9,24 @@ import torch
 
 from weightprep.checkpoint.manifest import QualityRecord
 from weightprep.convert.slices import rows_per_slice, slices
-from weightprep.formats import Encoding
+from weightprep.formats import EncodedShape, Encoding
 from weightprep.formats.e4m3 import decode_e4m3fn
 from weightprep.transforms import Bundle, StepContext
 from weightprep.transforms.dequantize import dequantize
+from weightprep.transforms.stored_absorbed import reassemble
 
 __all__ = ["measure"]
 
 
 def measure(source: Bundle, stored: Bundle, *, heads: int | None) -> QualityRecord:
-    """Compare `stored` with `source`, whole weights [N, K] of one shape.
+    """Compare `stored`, a whole weight or its absorbed matrices, with `source`, a whole weight [N, K].
 
     :param heads: the rows are this many heads of equal size, for the head-amax ratio; None where they are not
     """
     rows, cols = source.encoded.rows, source.encoded.cols
     step = rows_per_slice(rows, cols)
+    if stored.absorbed:
+        stored = Bundle({"weight": reassemble(stored)}, EncodedShape(Encoding.FP32, rows, cols))
     noise = signal = largest_error = 0.0
     row_amax = torch.empty(rows)
     for start, original, result in zip(range(0, rows, step), _values(source, step), _values(stored, step), strict=True):

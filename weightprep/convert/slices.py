@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from weightprep.transforms import Bundle, Step, StepContext, measure_amax, run_steps
+from weightprep.transforms import Bundle, Step, StepContext, check_composition, measure_amax, run_steps
 
 __all__ = ["rows_per_slice", "run_in_slices", "slices"]
 
@@ -39,11 +39,13 @@ def slices(bundle: Bundle, step: int) -> Iterator[Bundle]:
 
 
 def run_in_slices(steps: Sequence[Step], bundle: Bundle, dims: Mapping[str, int], name: str) -> Bundle:
-    """What `run_steps` makes of `bundle`, a whole weight [N, K]; the steps are ones whose result is a whole weight.
+    """What `run_steps` makes of `bundle`, a whole weight [N, K]; absorbed results have no rows and are made at once.
 
     :param name: the tensor's name, for errors
     :raises CheckpointError: a value cannot be converted
     """
+    if check_composition(steps, bundle.form, name).absorbed:
+        return run_steps(steps, bundle, StepContext(dims=dims, name=name))
     step = rows_per_slice(bundle.encoded.rows, bundle.encoded.cols)
     parts = list(slices(bundle, step))
     context = StepContext(dims=dims, name=name)
