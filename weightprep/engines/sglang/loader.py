@@ -21,6 +21,8 @@ from weightprep.engines.sglang.guard import ensure_hook
 from weightprep.engines.sglang.hardware import resolve_target
 from weightprep.engines.sglang.options import Options, split_options
 from weightprep.engines.sglang.prepare import Preparation, around_post_load_weights, preparation_of, preparing
+from weightprep.engines.sglang.runtime_hooks import register_runtime_hooks
+from weightprep.engines.sglang.scale_check import check_scales
 from weightprep.engines.sglang.startup_check import check_startup
 from weightprep.engines.sglang.updates import follow_updates
 from weightprep.engines.sglang.versions import POST_LOAD_WEIGHTS
@@ -68,7 +70,9 @@ class WeightprepLoader(DefaultModelLoader):  # type: ignore[misc]  # sglang has 
             else:
                 inner = get_model_loader(self.load_config, model_config)
                 model = inner.load_model(model_config=model_config, device_config=device_config)
+        check_scales()
         if preparation.plan.modules:
+            register_runtime_hooks(self.options.runtime)
             _check(model, weights_are_random=self.options.inner == "dummy", is_reload=False)
         else:
             options = self.options
