@@ -8,6 +8,7 @@ import typer
 
 from weightprep import __version__
 from weightprep.cli.convert import convert
+from weightprep.cli.doctor import doctor
 from weightprep.cli.inspect import inspect
 from weightprep.cli.recipes import recipes
 from weightprep.cli.synth import synth
@@ -38,6 +39,6 @@ def main(
     """Put model weights into exactly the form on which sglang's fast kernels gate."""
 
 
-for command in (convert, inspect, verify, synth):
+for command in (convert, inspect, verify, synth, doctor):
     app.command()(command)
 app.add_typer(recipes)

@@ -26,7 +26,7 @@ def start(rank: int, world: int, port: int, model_path: str, **server: Any) -> A
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.runtime_context import SpawnRanks, publish
 
-    args = server_args(model_path, tp_size=world // server.get("pp_size", 1), **server)
+    args = server_args(model_path, **server)
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=0, gpu_id=rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     init_distributed_environment(

@@ -27,7 +27,7 @@ def load(
 def _load(state: Any, path: Path, load_format: str, extra: dict[str, Any] | None, draft: bool) -> Any:
     from sglang.srt.runtime_context import get_model
 
-    args = live_sglang.server_args(str(path), tp_size=state.world)
+    args = live_sglang.server_args(str(path), **state.server)
     with get_model().override(model_path=str(path)):
         return live_sglang.load(args, load_format, extra, draft)
 
@@ -166,3 +166,18 @@ def copy_behind_everybodys_back(state: Any, key: tuple[str, str, bool], layer: i
     before = preparation.stale(holder)
     live_sglang.attentions(state.models[key])[layer].kv_b_proj.weight.data.mul_(2)
     return before, preparation.stale(holder)
+
+
+def report(state: Any, path: Path, folder: Path, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The startup report of a load, as the JSON file has it."""
+    import json
+    import os
+
+    file = folder / f"report-{state.rank}.json"
+    os.environ["WEIGHTPREP_REPORT"] = str(file)
+    try:
+        _load(state, path, "weightprep", GFX950 | (extra or {}), draft=False)
+    finally:
+        del os.environ["WEIGHTPREP_REPORT"]
+    document: dict[str, Any] = json.loads(file.read_text())
+    return document

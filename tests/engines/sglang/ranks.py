@@ -90,11 +90,12 @@ def _serve(pipe: Connection, rank: int, world: int, port: int, model_path: str, 
     import live_sglang
     from sglang.srt.plugins import load_plugins
 
-    state = SimpleNamespace(rank=rank, world=world, models={})
+    widths = {"tp_size": world // server.get("pp_size", 1), **server}
+    state = SimpleNamespace(rank=rank, world=world, models={}, server=widths)
 
     def begin() -> None:
         load_plugins()
-        state.args = live_sglang.start(rank, world, port, model_path, **server)
+        state.args = live_sglang.start(rank, world, port, model_path, **widths)
 
     _answer(pipe, begin)
     while True:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from weightprep.contracts import Place, Prediction, Violation, predict, raise_violations
+from weightprep.engines.sglang.canary import Sample, run_canary
+from weightprep.engines.sglang.kernels import server_kernels
 from weightprep.engines.sglang.modules import LiveModule, live_modules
 from weightprep.engines.sglang.prepare import Preparation
 from weightprep.engines.sglang.report import LayerReport, log_report
@@ -42,7 +44,30 @@ def check_startup(
         _warn(violations)
     else:
         raise_violations(violations)
+        if preparation.options.canary == "on" and not (is_reload or weights_are_random):
+            _run_canary(modules, predictions, preparation)
     return reports
+
+
+def _run_canary(modules: list[LiveModule], predictions: list[Prediction], preparation: Preparation) -> None:
+    kernels = server_kernels(preparation.options.runtime)
+    if kernels is None:
+        logger.info("weightprep: no canary: upstream's kernels of this device cannot be called alone")
+        return
+    samples = [
+        Sample(
+            where=f"layer {module.plan.layer} ({module.plan.group})",
+            path=prediction.path,
+            w_kc=module.owner.w_kc,
+            w_vc=module.owner.w_vc,
+            w_scale=module.owner.w_scale,
+            w_scale_k=module.owner.w_scale_k,
+            w_scale_v=module.owner.w_scale_v,
+        )
+        for module, prediction in zip(modules, predictions, strict=True)
+        if module.plan.source in preparation.origins
+    ]
+    logger.info("weightprep: canary passed for %d distinct kernel path(s)", run_canary(samples, kernels))
 
 
 def _attributes(owner: Any) -> dict[str, str]:

@@ -185,4 +185,7 @@ def _names(node: ast.stmt) -> set[str]:
         return {node.target.id}
     if isinstance(node, ast.ImportFrom):
         return {alias.asname or alias.name for alias in node.names}
+    if isinstance(node, ast.If | ast.Try):
+        # sglang binds the kernels of one platform in a branch.
+        return {name for inner in (*node.body, *node.orelse) for name in _names(inner)}
     return set()

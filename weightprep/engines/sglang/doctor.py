@@ -1,0 +1,203 @@
+"""Looks at an installation and says whether `--load-format weightprep` would work in it, without starting anything.
+
+sglang and aiter are examined as files: importing them asks for GPUs and compilers that may be what is missing.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from weightprep.engines.sglang import versions
+from weightprep.engines.sglang.options import TARGET_VARIABLE
+
+__all__ = ["Finding", "examine"]
+
+GROUP = "sglang.srt.plugins"
+_NAME = "weightprep"
+_VALUE = "weightprep.engines.sglang.plugin:register"
+# Newer releases of aiter can write its scales for the next GEMM; which file defines it differs by release.
+_SCALE_PRODUCER = "fused_flatten_fp8_group_quant"
+_MAX_SOURCE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    :param status: "problem" means that the flag would not work, or not do what it is for
+    :param remedy: what to do, empty where nothing is to be done
+    """
+
+    subject: str
+    status: Literal["ok", "note", "problem"]
+    found: str
+    remedy: str = ""
+
+
+def examine(environment: Mapping[str, str] = os.environ) -> list[Finding]:
+    """All findings, in the order in which a user would fix them."""
+    return [
+        _python(),
+        _package("torch", needed=True),
+        _package("triton", needed=False),
+        *_sglang(),
+        *_entry_point(environment),
+        *_other_plugins(),
+        _gpu(environment),
+        *_aiter(),
+        *_flags(environment),
+    ]
+
+
+def _python() -> Finding:
+    found = ".".join(str(part) for part in sys.version_info[:3])
+    if (3, 10) <= sys.version_info[:2] <= (3, 13):
+        return Finding("python", "ok", found)
+    return Finding("python", "problem", found, "use Python 3.10 to 3.13")
+
+
+def _package(name: str, *, needed: bool) -> Finding:
+    try:
+        return Finding(name, "ok", metadata.version(name))
+    except metadata.PackageNotFoundError:
+        remedy = f"pip install {name}" if needed else "only its kernels need it: pip install triton"
+        return Finding(name, "problem" if needed else "note", "not installed", remedy)
+
+
+def _sglang() -> Iterator[Finding]:
+    root, version = versions.installed_root(), versions.installed_version()
+    if root is None:
+        yield Finding("sglang", "problem", "not installed", "pip install 'weightprep[sglang]'")
+        return
+    shown = str(version or "unknown version")
+    if version is not None and version < versions.OLDEST:
+        yield Finding("sglang", "problem", f"{shown}, no plugin interface", f"upgrade to {versions.OLDEST} or later")
+        return
+    is_newer = version is None or version > versions.KNOWN[-1]
+    yield Finding("sglang", "note" if is_newer else "ok", f"{shown}{', not known to this release' if is_newer else ''}")
+    missing = versions.missing_targets(root)
+    for target in missing:
+        remedy = f"use sglang {versions.KNOWN[0]} to {versions.KNOWN[-1]}, or a newer weightprep"
+        yield Finding("hook target", "problem", f"no {target.anywhere[0]} ({target.purpose})", remedy)
+    if not missing:
+        yield Finding("hook targets", "ok", f"all {len(versions.TARGETS)} found")
+
+
+def _entry_point(environment: Mapping[str, str]) -> Iterator[Finding]:
+    ours = [entry for entry in metadata.entry_points(group=GROUP) if entry.name == _NAME]
+    if not ours:
+        yield Finding("entry point", "problem", f"no {_NAME} in {GROUP}", "install weightprep into this environment")
+        return
+    foreign = [entry.value for entry in ours if entry.value != _VALUE]
+    if foreign:
+        yield Finding("entry point", "problem", f"{_NAME} = {foreign[0]}", "uninstall the package that takes this name")
+    else:
+        yield Finding("entry point", "ok", f"{GROUP}: {_NAME}")
+    allowed = environment.get("SGLANG_PLUGINS", "")
+    if allowed and _NAME not in {part.strip() for part in allowed.split(",")}:
+        remedy = f"add it: SGLANG_PLUGINS={allowed},{_NAME}"
+        yield Finding("SGLANG_PLUGINS", "problem", f"{allowed!r} leaves {_NAME} out", remedy)
+
+
+def _other_plugins() -> Iterator[Finding]:
+    """Plugins whose source names something that we hook: the last one applied would win."""
+    names = {name.rpartition(".")[2] for target in versions.TARGETS for name in target.anywhere} - {"load_plugins"}
+    names -= {"register", "get_attn_tp_group", "get_attention_tp_group", "LOAD_FORMAT_CHOICES"}
+    for entry in metadata.entry_points(group=GROUP):
+        if entry.name == _NAME or entry.dist is None:
+            continue
+        used = {name for text in _sources(entry.dist) for name in names if name in text}
+        if used:
+            remedy = f"if startup fails, leave it out: SGLANG_PLUGINS={_NAME}"
+            yield Finding(f"plugin {entry.name}", "note", f"names {', '.join(sorted(used))} too", remedy)
+        else:
+            yield Finding(f"plugin {entry.name}", "ok", "touches nothing that weightprep hooks")
+
+
+def _sources(distribution: metadata.Distribution) -> Iterator[str]:
+    for file in distribution.files or ():
+        path = Path(str(distribution.locate_file(file)))
+        if path.suffix == ".py" and path.is_file() and path.stat().st_size <= _MAX_SOURCE:
+            yield path.read_text(errors="replace")
+
+
+def _gpu(environment: Mapping[str, str]) -> Finding:
+    forced = environment.get(TARGET_VARIABLE)
+    if forced:
+        return Finding("target", "note", f"{forced}, from {TARGET_VARIABLE}", "unset it to use this machine's own")
+    if importlib.util.find_spec("torch") is None:
+        return Finding("target", "note", "unknown without torch")
+    from weightprep.engines.sglang.hardware import detect_target
+
+    target = detect_target()
+    if target is None:
+        return Finding(
+            "target", "problem", "a GPU without known gates", "gates are known for gfx950, gfx942, sm90, sm100"
+        )
+    if target == "cpu":
+        return Finding("target", "note", "no GPU: weights are prepared, no fast path is taken")
+    return Finding("target", "ok", target)
+
+
+def _aiter() -> Iterator[Finding]:
+    spec = importlib.util.find_spec("aiter")
+    places = list(spec.submodule_search_locations or ()) if spec is not None else []
+    if not places:
+        yield Finding("aiter", "note", "not installed", "needed on ROCm only")
+        return
+    yield Finding("aiter", "ok", f"{_aiter_version()} in {places[0]}")
+    parameters = _parameters_of(_SCALE_PRODUCER, Path(places[0]) / "ops")
+    if parameters is None:
+        yield Finding(_SCALE_PRODUCER, "note", "not in this aiter", "sglang 0.5.23 needs a newer aiter on ROCm")
+    elif "transpose_scale" in parameters:
+        yield Finding(_SCALE_PRODUCER, "ok", "has transpose_scale; which layout it writes is probed at startup")
+    else:
+        remedy = "sglang 0.5.23 passes it: use a newer aiter on ROCm"
+        yield Finding(_SCALE_PRODUCER, "note", "has no transpose_scale", remedy)
+
+
+def _aiter_version() -> str:
+    for name in ("amd-aiter", "aiter"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "unknown version"
+
+
+def _parameters_of(function: str, folder: Path) -> set[str] | None:
+    for file in sorted(folder.rglob("*.py")):
+        text = file.read_text(errors="replace")
+        if f"def {function}(" not in text:
+            continue
+        try:
+            tree = ast.parse(text)
+        except SyntaxError:
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.name == function:
+                return {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
+    return None
+
+
+def _flags(environment: Mapping[str, str]) -> Iterator[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    if torch.version.hip is None:
+        return
+    value = environment.get("SGLANG_USE_AITER", "")
+    if value.lower() in ("1", "true", "yes"):
+        yield Finding("SGLANG_USE_AITER", "ok", value)
+    else:
+        remedy = "export SGLANG_USE_AITER=1 before the server starts: sglang reads it once, at import"
+        yield Finding("SGLANG_USE_AITER", "problem", value or "unset: the fp8 paths are off", remedy)
