@@ -181,3 +181,56 @@ def report(state: Any, path: Path, folder: Path, extra: dict[str, Any] | None = 
         del os.environ["WEIGHTPREP_REPORT"]
     document: dict[str, Any] = json.loads(file.read_text())
     return document
+
+
+def report_and_log(
+    state: Any, path: Path, folder: Path, extra: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], list[str]]:
+    """The startup report of a load, and what weightprep logged meanwhile."""
+    import logging
+
+    messages: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    logger, handler = logging.getLogger("weightprep"), Keep()
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        return report(state, path, folder, extra), messages
+    finally:
+        logger.removeHandler(handler)
+
+
+def zero_kv_b(state: Any, key: tuple[str, str, bool]) -> dict[int, Absorbed]:
+    """kv_b_proj of every layer set to zero through load_weights."""
+    model = state.models[key]
+    names = [f"model.layers.{layer}.self_attn.kv_b_proj.weight" for layer in live_sglang.attentions(model)]
+    shape = live_sglang.attentions(model)[0].kv_b_proj.weight.shape
+    model.load_weights([(name, torch.zeros(shape, dtype=torch.bfloat16)) for name in names])
+    return live_sglang.absorbed(model)
+
+
+def save_sharded(state: Any, key: tuple[str, str, bool], folder: Path) -> list[str]:
+    """Save a kept model in sglang's sharded_state format; returns the names in its state_dict."""
+    import shutil
+
+    from sglang.srt.model_loader.loader import ShardedStateLoader
+
+    folder.mkdir(exist_ok=True)
+    if state.rank == 0:
+        for file in Path(key[0]).iterdir():
+            if file.suffix == ".json":
+                shutil.copy(file, folder)
+    model = state.models[key]
+    ShardedStateLoader.save_model(model, str(folder))
+    dist.barrier()
+    return list(model.state_dict())
+
+
+def build_load_config(state: Any, **fields: Any) -> None:
+    from sglang.srt.configs.load_config import LoadConfig
+
+    LoadConfig(load_format="weightprep", **fields)

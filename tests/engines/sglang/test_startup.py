@@ -1,0 +1,114 @@
+"""What a load says and what it refuses: the table, violations, options, load formats, routes around the loader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import on_ranks
+import pytest
+import torch
+from ranks import RankFailed, Ranks
+from test_prepare import assert_same_bits
+from tiny_models import LAYERS
+
+from weightprep.recipe import recipe_directories
+
+
+@pytest.fixture
+def wrong_layout(tmp_path: Path) -> Path:
+    """The recipe of GLM with the other memory order, which breaks its own contract in every layer."""
+    text = next(path for d in recipe_directories() if (path := d / "glm_moe_dsa.yaml").is_file()).read_text()
+    assert "w_kc: nk_contiguous" in text
+    recipe = tmp_path / "wrong_layout.yaml"
+    recipe.write_text(
+        text.replace("w_kc: nk_contiguous", "w_kc: kn_contiguous").replace("name: glm_moe_dsa", "name: wrong_layout")
+    )
+    return recipe
+
+
+def test_table_and_json(tp1: Ranks, glm: Path, tmp_path: Path) -> None:
+    report, log = tp1.run(on_ranks.report_and_log, glm, tmp_path)[0]
+    assert report["schema"] == "weightprep.startup/1"
+    assert (report["target"], report["recipe"]) == ("gfx950", "glm_moe_dsa")
+    assert [layer["layer"] for layer in report["layers"]] == list(range(LAYERS))
+    for layer in report["layers"]:
+        assert (layer["path"], layer["fast"], layer["source"]) == ("fp8_absorbed", True, "online bf16")
+    (table,) = [message for message in log if "recipe glm_moe_dsa" in message]
+    assert f"decoder  {LAYERS}/{LAYERS}" in table
+    assert any("canary passed for 1 distinct kernel path" in message for message in log)
+
+
+def test_violations_are_raised_together(tp1: Ranks, glm: Path, wrong_layout: Path) -> None:
+    with pytest.raises(RankFailed) as failure:
+        tp1.run(on_ranks.load, glm, extra=on_ranks.GFX950 | {"recipe": str(wrong_layout)})
+    text = str(failure.value)
+    assert f"ModelContractError: {LAYERS} contract violations" in text
+    for layer in range(LAYERS):
+        assert f"layer {layer} (decoder) self_attn.w_kc: strides are" in text
+
+
+def test_warn_keeps_serving_and_says_each_cause_once(tp1: Ranks, glm: Path, wrong_layout: Path, tmp_path: Path) -> None:
+    extra = {"recipe": str(wrong_layout), "on_violation": "warn"}
+    report, log = tp1.run(on_ranks.report_and_log, glm, tmp_path, extra)[0]
+    assert len(report["layers"]) == LAYERS
+    (warning,) = [message for message in log if "strides are" in message]
+    assert f"(and {LAYERS - 1} more layers)" in warning
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"precison": "fp8"}, "EngineError: --model-loader-extra-config: precison: .* wanted 'precision', perhaps"),
+        ({"on_violations": "warn"}, "wanted 'on_violation', perhaps"),
+        ({"target": "gfx90a"}, "EngineError: --model-loader-extra-config: target: found 'gfx90a'"),
+        ({"nonsense": 1}, "ValueError: Unexpected extra config keys .*'nonsense'"),
+        ({"inner": "gguf"}, "EngineError: inner load format 'gguf'"),
+        ({"precision": "int3"}, "RecipeError: precision int3"),
+    ],
+    ids=["misspelt", "plural", "value", "inner's", "format", "precision"],
+)
+def test_keys(extra: dict[str, Any], message: str, tp1: Ranks, glm: Path) -> None:
+    with pytest.raises(RankFailed, match=message):
+        tp1.run(on_ranks.load, glm, extra=on_ranks.GFX950 | extra)
+
+
+def test_keys_of_the_inner_loader_reach_it(tp1: Ranks, glm: Path) -> None:
+    asked = on_ranks.GFX950 | {"inner": "safetensors", "enable_multithread_load": False}
+    assert_same_bits(tp1.run(on_ranks.load, glm, extra=asked)[0], tp1.run(on_ranks.load, glm)[0])
+
+
+def test_dummy_weights_are_prepared(tp1: Ranks, glm: Path) -> None:
+    for absorbed in tp1.run(on_ranks.load, glm, extra=on_ranks.GFX950 | {"inner": "dummy"})[0].values():
+        assert absorbed.w_kc.dtype is torch.float8_e4m3fn
+        assert float(absorbed.w_scale) > 0
+
+
+def test_zero_weights_have_scale_one(tp1: Ranks, glm: Path) -> None:
+    tp1.run(on_ranks.load, glm)
+    for absorbed in tp1.run(on_ranks.zero_kv_b, (str(glm), "weightprep", False))[0].values():
+        assert float(absorbed.w_scale) == 1.0
+        assert not absorbed.w_kc.float().any()
+
+
+def test_sharded_state_round_trip(tp2: Ranks, glm: Path, tmp_path: Path) -> None:
+    online = tp2.run(on_ranks.load, glm)
+    for names in tp2.run(on_ranks.save_sharded, (str(glm), "weightprep", False), tmp_path / "sharded"):
+        assert not [name for name in names if "w_kc" in name or "w_vc" in name or "w_scale" in name]
+    extra = on_ranks.GFX950 | {"inner": "sharded_state"}
+    for left, right in zip(online, tp2.run(on_ranks.load, tmp_path / "sharded", extra=extra), strict=True):
+        assert_same_bits(left, right)
+
+
+def test_weight_cache_is_refused(tp1: Ranks) -> None:
+    with pytest.raises(RankFailed, match="EngineError: --weight-cache-mode client: found the weight cache"):
+        tp1.run(on_ranks.build_load_config, weight_cache_mode="client")
+
+
+def test_without_the_flag_nothing_is_hooked_that_loads(tp1: Ranks, glm: Path) -> None:
+    """The same process has loaded with the flag before: a plain load must not notice."""
+    tp1.run(on_ranks.load, glm)
+    plain = tp1.run(on_ranks.load, glm, "auto", {})[0]
+    for absorbed in plain.values():
+        assert absorbed.w_kc.dtype is torch.bfloat16
+        assert absorbed.w_scale == 1.0
