@@ -71,9 +71,9 @@ def quantize_fp8(
     format: Literal["e4m3fn"] = "e4m3fn",
     granularity: Granularity = "tensor",
 ) -> Bundle:
-    """Quantize a weight [N, K] to float8_e4m3fn, scale float32: [] per tensor, [N, 1] per channel, [ceil(N/128),
-    ceil(K/128)].
+    """Quantize a weight [N, K] to float8_e4m3fn with float32 scales.
 
+    The scale has shape [] per tensor, [N, 1] per channel and [ceil(N/128), ceil(K/128)] per block.
     m = 448 * (1 / amax), q = clamp(w * m), scale = 1 / m in float32 (sglang's input_to_float8); an amax of 0 gives
     scale 1.
 
