@@ -1,7 +1,7 @@
 """Time the absorbed products against their peers on one GPU, and search the configurations of the tuning table.
 
-    python3 scripts/bench_runtime.py --out DIR              every cell, correctness gate first, raw results to DIR
-    python3 scripts/bench_runtime.py --out DIR --search     also every configuration of our kernels
+    python3 scripts/bench_runtime.py --out DIR --run glm:v1,q0:8,16,64:1,4,16,64,256     the tuning table's choices
+    python3 scripts/bench_runtime.py --out DIR --run ... --search                        every configuration
 
 One CUDA graph holds one call per layer for 78 layers with distinct weights, so that weights come from memory and not
 from the L2 cache. A figure is the median of 10 replays divided by 78, in microseconds per layer. Inputs are random
@@ -15,10 +15,12 @@ import contextlib
 import itertools
 import json
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -27,10 +29,12 @@ import triton.language as tl
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from weightprep.runtime import cuda_absorb, group_quant
+from weightprep.runtime.absorb import absorb_q, absorb_v
+from weightprep.runtime.choice import OutQuant, Quantized
 from weightprep.runtime.reference import absorb_reference
 from weightprep.runtime.triton_absorb import launch_absorb
-from weightprep.runtime.triton_quant import launch_flatten_fp8
-from weightprep.runtime.tuning import DecodeConfig, TritonConfig
+from weightprep.runtime.triton_quant import launch_flatten_fp8, launch_flatten_mxfp4
+from weightprep.runtime.tuning import BmmConfig, DecodeConfig, TritonConfig, choose
 
 LAYERS = 78
 REPLAYS = 10
@@ -102,16 +106,15 @@ def decode_configs(k: int, m: int, quant: int) -> Iterator[DecodeConfig]:
 
 
 def triton_configs(k: int, m: int, quant: int) -> Iterator[TritonConfig]:
-    """Configurations of the Triton kernel, each with and without quantized activations where K allows groups of 128."""
-    block_ms = (16,) if m <= 16 else (32, 64) if m <= 64 else (32, 64, 128, 256)
-    block_ns = (128,) if quant == 1 else (64, 128)
-    for block_m, block_n, block_k, warps, stages in itertools.product(block_ms, block_ns, (64, 128), (4, 8), (2, 3, 4)):
-        if k % block_k or (block_m == 256 and warps == 4):
+    """Configurations of the Triton kernel for many rows, also with quantized activations where K allows groups of 128."""
+    block_ms = (32, 64) if m <= 64 else (64, 128, 256)
+    block_ns = (128,) if quant else (64, 128)
+    for block_m, block_n, block_k, warps, stages in itertools.product(block_ms, block_ns, (64, 128), (4, 8), (3, 4)):
+        if k % block_k or (block_m >= 128 and warps == 4):
             continue
         for act, swap in ((False, False), (False, True), (True, False)):
-            if act and block_k != 128:
-                continue
-            yield TritonConfig(block_m, block_n, block_k, warps, stages, swap, act)
+            if not (act and block_k != 128) and not (swap and quant):
+                yield TritonConfig(block_m, block_n, block_k, warps, stages, swap, act)
 
 
 def outputs(m: int, heads: int, n: int, quant: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -137,7 +140,7 @@ def relative_error(out: torch.Tensor, scales: torch.Tensor | None, wanted: torch
     return float((got - wanted).norm() / wanted.norm())
 
 
-def search(case: Case, m: int, quant: int, *, mxfp4: bool, use_triton: bool) -> list[dict[str, object]]:
+def search(case: Case, m: int, quant: int, *, mxfp4: bool) -> list[dict[str, Any]]:
     x = case.rows(m)
     w = case.fp4 if mxfp4 else case.fp8
     weights = [t.transpose(1, 2) for t in w]
@@ -153,7 +156,8 @@ def search(case: Case, m: int, quant: int, *, mxfp4: bool, use_triton: bool) -> 
         runs.append(
             ("cuda", config, lambda i, c=config: cuda_absorb.launch_decode(x, weights[i], scale, mx[i], out, scales, c))
         )
-    tritons = [c for c in triton_configs(case.k, m, quant) if use_triton and not (c.act_group and mxfp4)]
+    many = m >= 64 and not mxfp4 and (quant == 1 or m > 64)
+    tritons = list(triton_configs(case.k, m, quant)) if many else []
 
     def compile_one(config: TritonConfig) -> None:
         with contextlib.suppress(Exception):  # a configuration beyond the GPU's limits is reported when it is timed
@@ -192,6 +196,14 @@ def peers(case: Case, m: int, quant: int) -> dict[str, float]:
     head_major = torch.empty((case.heads, m, case.n), device=DEVICE, dtype=torch.bfloat16)
     result["bmm_batch_major"] = per_layer_us(bmm)
     result["bmm_head_major"] = per_layer_us(lambda i: torch.bmm(x.transpose(0, 1), weights[i], out=head_major))
+    if quant == 2:
+        packed, powers = outputs(m, case.heads, case.n, 2)
+
+        def both_mxfp4(i: int) -> None:
+            bmm(i)
+            launch_flatten_mxfp4(buffer, packed, powers)
+
+        result["bmm_then_flatten_mxfp4"] = per_layer_us(both_mxfp4)
     if quant == 1:
         out, scales = outputs(m, case.heads, case.n, 1)
 
@@ -201,7 +213,7 @@ def peers(case: Case, m: int, quant: int) -> dict[str, float]:
 
         searched = {
             (b, w): per_layer_us(lambda i, b=b, w=w: both(i, b, w))
-            for b, w in itertools.product((1, 2, 4, 8, 16), (1, 2, 4))
+            for b, w in itertools.product((1, 2, 4, 8), (1, 2, 4))
             if b <= max(m, 1)
         }
         best = min(searched, key=searched.get)
@@ -217,38 +229,118 @@ def peers(case: Case, m: int, quant: int) -> dict[str, float]:
     return result
 
 
+def environment() -> dict[str, str]:
+    """What a figure depends on besides the code."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    gpu = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    return {"gpu, driver": gpu, "torch": torch.__version__, "triton": triton.__version__, "command": " ".join(sys.argv)}
+
+
+def table_entry(row: dict[str, Any]) -> str | None:
+    """One line of tuning_h200.py: the best configuration, or torch.bmm where that is faster than all of ours."""
+    best = next((r for r in row["ours"] if r.get("us", float("nan")) == r.get("us")), None)
+    if best is None:
+        return None
+    config = best["config"]
+    bmm = row["peers"]["bmm_head_major" if row["cell"][0] == "q" else "bmm_batch_major"]
+    if row["cell"][1] == "0" and bmm < best["us"]:
+        config = f"BmmConfig({config})"
+    return f"        Cell({row['heads']}, {row['m']}, {config}),"
+
+
+def write_table(results: list[dict[str, Any]], path: Path) -> None:
+    """tuning_h200.py from the results of a search."""
+    keys: dict[tuple[int, int, int, bool], list[str]] = {}
+    for row in results:
+        line = table_entry(row)
+        if line is not None:
+            key = (row["k"], row["n"], int(row["cell"][1]), row["cell"].endswith("mx"))
+            keys.setdefault(key, []).append(line)
+    body = "\n".join(f"    {key}: (\n" + "\n".join(lines) + "\n    )," for key, lines in keys.items())
+    path.write_text(
+        '"""Best measured configurations on an NVIDIA H200; written by `scripts/bench_runtime.py --search`."""\n\n'
+        "from __future__ import annotations\n\nfrom typing import Final\n\n"
+        "from weightprep.runtime.tuning import BmmConfig, Cell, DecodeConfig, TritonConfig\n\n"
+        '__all__ = ["MEASURED"]\n\n'
+        "# (K, N, output quantization, MXFP4 weights) -> cells\n"
+        "MEASURED: Final[dict[tuple[int, int, int, bool], tuple[Cell, ...]]] = {\n" + body + "\n}\n"
+    )
+
+
+DIMS = {
+    ("glm", "v"): (512, 256),
+    ("glm", "q"): (192, 512),
+    ("deepseek", "v"): (512, 128),
+    ("deepseek", "q"): (128, 512),
+}
+
+
+def tuned(case: Case, m: int, quant: int, *, mxfp4: bool, is_q: bool) -> list[dict[str, Any]]:
+    """The public function with the table's choice: what a user gets."""
+    x = case.rows(m)
+    weights = [t.transpose(1, 2) for t in (case.fp4 if mxfp4 else case.fp8)]
+    wide = [t.transpose(1, 2) for t in case.bf16]
+    scale = None if mxfp4 else case.scale
+    mx = [t.transpose(1, 2) for t in case.mx] if mxfp4 else [None] * LAYERS
+
+    def call(i: int, w_bf16: torch.Tensor | None) -> torch.Tensor | Quantized:
+        if is_q:
+            return absorb_q(x, weights[i], scale, mx_scale=mx[i], w_bf16=w_bf16)
+        return absorb_v(x, weights[i], scale, mx_scale=mx[i], out_quant=list(OutQuant)[quant])
+
+    result = call(0, None)
+    out, scales = result if isinstance(result, Quantized) else (result, None)
+    wanted = absorb_reference(x, weights[0], scale, mx[0]).double()
+    error = relative_error(out, scales, wanted.transpose(0, 1) if is_q else wanted)
+    if not error < (0.2 if quant == 2 else 0.08):
+        raise SystemExit(f"wrong result at M = {m}, error {error}: no figure")
+    config = choose(case.heads, m, case.k, case.n, out_quant=quant, mxfp4=mxfp4)
+    rows = [{"backend": "table", "config": repr(config), "error": error, "us": per_layer_us(lambda i: call(i, None))}]
+    if is_q and isinstance(config, BmmConfig):
+        us = per_layer_us(lambda i: call(i, wide[i]))
+        rows.insert(0, {"backend": "table, bf16 copy given", "config": "torch.bmm", "error": error, "us": us})
+    return rows
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--search", action="store_true")
-    parser.add_argument("--cells", default="v1", help="comma list of v1 (fp8 out), v0 (bf16 out), q0, v1mx, q0mx, v2")
-    parser.add_argument("--triton", action="store_true", help="search the Triton kernel too")
-    parser.add_argument("--heads", default="8,64")
-    parser.add_argument("--rows", default="1,16,64,256")
+    parser.add_argument("--search", action="store_true", help="time every configuration and write tuning_h200.py")
+    parser.add_argument(
+        "--run",
+        action="append",
+        required=True,
+        metavar="DIMS:CELLS:HEADS:ROWS",
+        help="e.g. glm:v1,q0:8,64:1,16; a cell is v or q, the output (0 bf16, 1 fp8, 2 MXFP4), and mx for MXFP4 weights",
+    )
     args = parser.parse_args()
-    results = []
-    for heads in map(int, args.heads.split(",")):
-        for kind in ("v", "q"):
-            cells = [c for c in args.cells.split(",") if c[0] == kind]
+    results: list[dict[str, Any]] = []
+    record = {"environment": environment(), "layers": LAYERS, "replays": REPLAYS, "results": results}
+    for dims, names, all_heads, all_rows in (run.split(":") for run in args.run):
+        for heads, kind in itertools.product(map(int, all_heads.split(",")), ("v", "q")):
+            cells = [c for c in names.split(",") if c[0] == kind]
             if not cells:
                 continue
-            case = Case(heads, *((512, 256) if kind == "v" else (192, 512)))
-            for m, cell in itertools.product(map(int, args.rows.split(",")), cells):
+            k, n = DIMS[dims, kind]
+            case = Case(heads, k, n)
+            for m, cell in itertools.product(map(int, all_rows.split(",")), cells):
                 quant, mxfp4 = int(cell[1]), cell.endswith("mx")
-                row = {"heads": heads, "m": m, "cell": cell}
+                row: dict[str, Any] = {"dims": dims, "heads": heads, "k": k, "n": n, "m": m, "cell": cell}
                 row["peers"] = peers(case, m, quant)
-                row["ours"] = search(case, m, quant, mxfp4=mxfp4, use_triton=args.triton)
+                if args.search:
+                    row["ours"] = search(case, m, quant, mxfp4=mxfp4)
+                else:
+                    row["ours"] = tuned(case, m, quant, mxfp4=mxfp4, is_q=kind == "q")
                 results.append(row)
-                best = [r for r in row["ours"] if "us" in r][:4]
-                print(heads, m, cell, {k: round(v, 2) for k, v in row["peers"].items()}, flush=True)
-                for r in best:
-                    print("   ", r["backend"], round(r["us"], 2), round(r["error"], 4), r["config"], flush=True)
-                failed = [r for r in row["ours"] if "failed" in r]
-                if failed:
-                    print("    failed", len(failed), failed[0], flush=True)
-                (args.out / "search.json").write_text(json.dumps(results))
+                shown = {name: round(us, 2) for name, us in row["peers"].items()}
+                print(dims, heads, m, cell, shown, flush=True)
+                for r in [r for r in row["ours"] if "us" in r][:2]:
+                    print("    ", r["backend"], round(r["us"], 2), round(r["error"], 4), r["config"], flush=True)
+                (args.out / "runtime.json").write_text(json.dumps(record, indent=1))
             del case
             torch.cuda.empty_cache()
+    if args.search:
+        write_table(results, args.out / "tuning_h200.py")
 
 
 if __name__ == "__main__":

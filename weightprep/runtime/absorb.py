@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import torch
 
+from weightprep.errors import ContractError
 from weightprep.runtime import dispatch
 from weightprep.runtime.checks import check_operands, check_output
 from weightprep.runtime.choice import ActQuant, Backend, OutQuant, Quantized
 from weightprep.runtime.group_quant import FP8_GROUP, MXFP4_GROUP
 from weightprep.runtime.scale_layout import GroupScaleLayout
 
-__all__ = ["absorb_q", "absorb_v"]
+__all__ = ["absorb_into", "absorb_q", "absorb_v"]
 
 
 def absorb_q(
@@ -87,6 +88,48 @@ def absorb_v(
         attn_out, w_vc, scale, mx_scale, None, out_quant.value, column, False, fnuz, act_quant.value, backend.value
     )
     return out if out_quant is OutQuant.NONE else Quantized(out, scales)
+
+
+def absorb_into(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    *,
+    mx_scale: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
+    backend: Backend = Backend.AUTO,
+) -> None:
+    """Write the bf16 product of :func:`absorb_v` into `out` (M, H, N), of any strides with a contiguous last dimension.
+
+    :param x: (M, H, K) bf16 or fp16, or fp8 with its one float32 `x_scale`
+    :raises ContractError: the tensors do not fit together
+    """
+    check_operands(x, w, scale, mx_scale, x_scale)
+    wanted = (x.shape[0], x.shape[1], w.shape[2])
+    if tuple(out.shape) != wanted or out.dtype != torch.bfloat16 or out.stride(2) != 1:
+        raise ContractError(
+            "absorb: output",
+            found=f"{tuple(out.shape)} {out.dtype}, strides {out.stride()}",
+            wanted=f"{wanted} bfloat16 with a contiguous last dimension",
+            remedy="pass the buffer that the next operation reads, seen as (M, H, N)",
+        )
+    if x.shape[0] and x.shape[1]:
+        _absorb_into(out, x, w, scale, mx_scale, x_scale, backend.value)
+
+
+@torch.library.custom_op("weightprep::absorb_into", mutates_args=("out",))
+def _absorb_into(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    scale: torch.Tensor | None,
+    mx_scale: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+    backend: str,
+) -> None:
+    none = x.new_empty((0, 0), dtype=torch.float32)
+    dispatch.absorb(x, w, scale, mx_scale, None, out, none, ActQuant.AUTO, Backend(backend), x_scale)
 
 
 @torch.library.custom_op("weightprep::absorb", mutates_args=())

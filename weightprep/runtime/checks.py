@@ -11,11 +11,19 @@ from weightprep.runtime.group_quant import FP8_GROUP, FP8_MAX, MXFP4_GROUP
 __all__ = ["check_operands", "check_output"]
 
 
-def check_operands(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor | None, mx_scale: torch.Tensor | None) -> None:
+def check_operands(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    scale: torch.Tensor | None,
+    mx_scale: torch.Tensor | None,
+    x_scale: torch.Tensor | None = None,
+) -> None:
     """Raise ContractError unless x (M, H, K), w (H, K, N) and the scale of w's encoding belong together."""
     if x.dim() != 3 or w.dim() != 3:
         raise _mismatch("absorb", f"activations {tuple(x.shape)}, weight {tuple(w.shape)}", "(M, H, K) and (H, K, N)")
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if (x.dtype in FP8_MAX) != (x_scale is not None):
+        raise _mismatch("absorb: activations", str(x.dtype), "fp8 with one float32 scale, or a wide type without")
+    if x_scale is None and x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise _mismatch("absorb: activations", str(x.dtype), "bfloat16, float16 or float32")
     heads, k = x.shape[1], x.shape[2]
     packed = w.dtype == torch.uint8

@@ -27,8 +27,12 @@ def absorb(
     scales: torch.Tensor,
     act_quant: ActQuant,
     backend: Backend,
+    x_scale: torch.Tensor | None = None,
 ) -> None:
-    """Fill `out` and `scales`; both were shaped by the caller and all operands checked. M and H are not zero."""
+    """Fill `out` and `scales`; both were shaped by the caller and all operands checked. M and H are not zero.
+
+    :param x_scale: one float32, with activations that are already fp8
+    """
     if act_quant is ActQuant.GROUP and w.dtype not in FP8_MAX:
         raise ContractError(
             "absorb: act_quant",
@@ -36,7 +40,12 @@ def absorb(
             wanted="an fp8 weight, since the product is then in fp8",
             remedy="pass act_quant=ActQuant.NONE",
         )
-    if backend is Backend.AUTO:
+    config: DecodeConfig | TritonConfig | BmmConfig | None
+    if x_scale is not None:
+        # Only this kernel widens fp8 activations.
+        backend = Backend.TRITON if x.is_cuda or backend is Backend.TRITON else Backend.TORCH
+        config = None if backend is Backend.TORCH else portable(x.shape[0], x.shape[2], out_quant=_out_quant(out))
+    elif backend is Backend.AUTO:
         backend, config = _automatic(x, w, mx_scale, w_bf16, out, act_quant)
     else:
         config = _named(x, w, mx_scale, out, act_quant, backend)
@@ -48,7 +57,7 @@ def absorb(
     elif isinstance(config, TritonConfig):
         from weightprep.runtime.triton_absorb import launch_absorb
 
-        launch_absorb(x, w, scale, mx_scale, out, some_scales, config)
+        launch_absorb(x, w, scale, mx_scale, out, some_scales, config, x_scale)
     elif backend is Backend.AITER:
         from weightprep.runtime.aiter_absorb import launch_aiter
 
@@ -57,7 +66,7 @@ def absorb(
         weight = w if w_bf16 is None else w_bf16
         torch.bmm(x.to(torch.bfloat16).transpose(0, 1), weight, out=out.transpose(0, 1))
     else:
-        _eager(x, w, scale, mx_scale, out, scales, act_quant)
+        _eager(x, w, scale, mx_scale, out, scales, act_quant, x_scale)
     kind = "bmm_bf16" if isinstance(config, BmmConfig) else backend.value
     output = "bf16" if out.dim() == 3 else "mxfp4" if out.dtype == torch.uint8 else "fp8_group"
     witness.count(f"absorb/{kind}/{_weight_name(w)}/{output}")
@@ -147,9 +156,11 @@ def _eager(
     out: torch.Tensor,
     scales: torch.Tensor,
     act_quant: ActQuant,
+    x_scale: torch.Tensor | None,
 ) -> None:
     operand = quantize_activations(x, w.dtype) if act_quant is ActQuant.GROUP else x.to(torch.bfloat16)
-    result = absorb_reference(operand, w, scale, mx_scale).to(torch.bfloat16)
+    product = absorb_reference(operand, w, scale, mx_scale)
+    result = (product if x_scale is None else product * x_scale).to(torch.bfloat16)
     if out.dim() == 3:
         out.copy_(result)
         return

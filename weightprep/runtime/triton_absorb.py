@@ -40,6 +40,7 @@ def _absorb_kernel(
     x_ptr,
     w_ptr,
     w_scale_ptr,
+    x_scale_ptr,
     mx_scale_ptr,
     out_ptr,
     scale_ptr,
@@ -60,6 +61,7 @@ def _absorb_kernel(
     scale_g,
     K: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    HAS_X_SCALE: tl.constexpr,
     MXFP4_WEIGHT: tl.constexpr,
     ACT_GROUP: tl.constexpr,
     ACT_MAX: tl.constexpr,
@@ -128,6 +130,8 @@ def _absorb_kernel(
                 acc = tl.dot(x.to(tl.bfloat16), w.to(tl.bfloat16), acc)
     if HAS_SCALE:
         acc = acc * tl.load(w_scale_ptr).to(tl.float32)
+    if HAS_X_SCALE:
+        acc = acc * tl.load(x_scale_ptr).to(tl.float32)
     rounded = acc.to(tl.bfloat16)
     if OUT_QUANT == 0:
         out_at = out_ptr + m[:, None] * out_m + head * out_h + n64[None, :]
@@ -158,10 +162,11 @@ def launch_absorb(
     out: torch.Tensor,
     scales: torch.Tensor | None,
     config: TritonConfig,
+    x_scale: torch.Tensor | None = None,
 ) -> None:
     """Launch one absorb kernel; shapes were checked by the caller.
 
-    :param x: (M, H, K) bf16 or fp16, any strides
+    :param x: (M, H, K) bf16 or fp16, or fp8 with `x_scale`; any strides
     :param w: (H, K, N) bf16 or fp8, or packed (H, K / 2, N) uint8; any strides
     :param out: (M, H, N) bf16 with unit stride along N, or quantized (M, H * N) fp8 / (M, H * N / 2) uint8
     :param scales: (M, groups), any strides, where `out` is quantized
@@ -179,6 +184,7 @@ def launch_absorb(
         x,
         w,
         w_scale,
+        x_scale,
         mx_scale,
         out,
         scales,
@@ -192,6 +198,7 @@ def launch_absorb(
         *(scales.stride() if scales is not None else (0, 0)),
         K=k,
         HAS_SCALE=w_scale is not None,
+        HAS_X_SCALE=x_scale is not None,
         MXFP4_WEIGHT=mx_scale is not None,
         ACT_GROUP=config.act_group,
         ACT_MAX=FP8_MAX.get(w.dtype, 0.0),
