@@ -1,0 +1,120 @@
+"""`weightprep doctor` in real environments: complete, without sglang, with an old one, with aiter but no ROCm."""
+
+from __future__ import annotations
+
+import json
+import os
+import site
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_versions import CACHE, unpacked
+
+from weightprep.engines.sglang.doctor import Finding, examine
+
+DOCTOR = "import sys; from weightprep.cli import app; app(['doctor', '--json'])"
+
+
+def run(python: str = sys.executable, **env: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Exit code, and findings by subject (the last of each)."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SGLANG", "WEIGHTPREP"))}
+    done = subprocess.run([python, "-c", DOCTOR], env=inherited | env, capture_output=True, text=True, check=False)
+    assert done.stdout, done.stderr
+    document = json.loads(done.stdout)
+    assert document["schema"] == "weightprep.doctor/1"
+    return done.returncode, {finding["subject"]: finding for finding in document["findings"]}
+
+
+def wheel(requirement: str) -> Path:
+    """The wheel of a package that must not be installed here, from the cache or the package index."""
+    pattern = requirement.replace("-", "_").replace("==", "-") + "-*.whl"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    found = sorted((CACHE / "wheels").glob(pattern))
+    if not found:
+        subprocess.run([*command, "--dest", str(CACHE / "wheels"), requirement], check=False)
+        found = sorted((CACHE / "wheels").glob(pattern))
+    if not found:
+        pytest.skip(f"no wheel of {requirement}: doctor beside it is not covered")
+    return found[-1]
+
+
+def test_complete_environment() -> None:
+    code, findings = run()
+    assert code == 0
+    assert findings["sglang"]["status"] == "ok"
+    assert findings["hook targets"]["status"] == "ok"
+    assert findings["entry point"]["status"] == "ok"
+
+
+def test_left_out_by_the_environment() -> None:
+    code, findings = run(SGLANG_PLUGINS="another")
+    assert code == 1
+    assert findings["SGLANG_PLUGINS"]["remedy"] == "add it: SGLANG_PLUGINS=another,weightprep"
+
+
+def test_without_sglang(tmp_path: Path) -> None:
+    """An environment that shares every installed package but sglang's."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    (source,) = (Path(path) for path in site.getsitepackages() if path.endswith("site-packages"))
+    links = tmp_path / "links"
+    links.mkdir()
+    for entry in source.iterdir():
+        if not entry.name.startswith("sglang"):
+            (links / entry.name).symlink_to(entry)
+    (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (packages / "links.pth").write_text(f"import site; site.addsitedir({str(links)!r})\n")
+    code, findings = run(str(tmp_path / "venv" / "bin" / "python"))
+    assert code == 1
+    assert findings["sglang"] == {
+        "subject": "sglang",
+        "status": "problem",
+        "found": "not installed",
+        "remedy": "pip install 'weightprep[sglang]'",
+    }
+
+
+def test_with_an_old_sglang(tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel("sglang==0.5.10")).extractall(tmp_path)
+    code, findings = run(PYTHONPATH=str(tmp_path))
+    assert code == 1
+    assert findings["sglang"]["found"] == "0.5.10, no plugin interface"
+
+
+def test_with_the_oldest_known_sglang() -> None:
+    folder = unpacked("0.5.12")
+    if folder is None:
+        pytest.skip("no wheel of sglang 0.5.12: doctor beside it is not covered")
+    code, findings = run(PYTHONPATH=str(folder))
+    assert code == 0
+    assert findings["sglang"]["found"] == "0.5.12"
+
+
+def test_with_aiter_on_a_machine_without_rocm(tmp_path: Path) -> None:
+    """aiter cannot be imported here; doctor must not try."""
+    zipfile.ZipFile(wheel("amd-aiter")).extractall(tmp_path)
+    code, findings = run(PYTHONPATH=str(tmp_path))
+    assert code == 0
+    assert findings["aiter"]["found"].startswith("0.1.7")
+    assert findings["fused_flatten_fp8_group_quant"]["found"] == "has no transpose_scale"
+
+
+def test_other_plugins_that_hook_the_same_target(tmp_path: Path) -> None:
+    (tmp_path / "rival.py").write_text("TARGET = 'sglang...DeepseekV2WeightLoaderMixin.post_load_weights'\n")
+    info = tmp_path / "rival-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rival\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nrival = rival:register\n")
+    (info / "RECORD").write_text("rival.py,,\n")
+    code, findings = run(PYTHONPATH=str(tmp_path))
+    assert code == 0
+    assert findings["plugin rival"]["found"] == "names post_load_weights too"
+
+
+def test_a_forced_target_is_said() -> None:
+    assert Finding("target", "note", "gfx950, from WEIGHTPREP_TARGET", "unset it to use this machine's own") in examine(
+        {"WEIGHTPREP_TARGET": "gfx950"}
+    )
