@@ -62,7 +62,7 @@ GOOD = {"a": bf16(0, 4, 2), "b": bf16(4, 8, 2)}
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", "git lfs pull"),
         (struct.pack("<Q", 2**62) + b"{}", "header length"),
         (file_bytes(b"{}", length=100), "header length of 100"),
-        (file_bytes(b"{}", length=MAX_HEADER_BYTES + 1), "header length"),
+        (file_bytes(b"{}", length=MAX_HEADER_BYTES + 1), "at most 100000000"),
         (file_bytes(b" {}"), "does not start"),
         (file_bytes(b"[]"), "does not start"),
         (file_bytes(b'{"a":'), "not JSON"),

@@ -20,8 +20,17 @@ from weightprep.synth.mla import (
     top_level,
 )
 
-__all__ = ["DEEPSEEK_V2_LITE", "DEEPSEEK_V3", "DEEPSEEK_V32", "V3_KEYS"]
+__all__ = ["DEEPSEEK_V2_LITE", "DEEPSEEK_V3", "DEEPSEEK_V32", "V3_KEYS", "YARN"]
 
+YARN: Mapping[str, object] = {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 40,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+    "type": "yarn",
+}
 _HEAD: Mapping[str, int] = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512}
 
 DEEPSEEK_V2_LITE = Architecture(
@@ -38,15 +47,7 @@ DEEPSEEK_V2_LITE = Architecture(
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 163840,
         "rope_theta": 10000,
-        "rope_scaling": {
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "factor": 40,
-            "mscale": 0.707,
-            "mscale_all_dim": 0.707,
-            "original_max_position_embeddings": 4096,
-            "type": "yarn",
-        },
+        "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
         "n_group": 1,
         "topk_group": 1,
         "norm_topk_prob": False,
@@ -74,15 +75,7 @@ V3_KEYS: Mapping[str, object] = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 163840,
     "rope_theta": 10000,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
+    "rope_scaling": YARN,
     "n_group": 4,
     "topk_group": 2,
     "norm_topk_prob": True,

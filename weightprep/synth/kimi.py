@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weightprep.synth.deepseek import DEEPSEEK_V3, V3_KEYS
+from weightprep.synth.deepseek import DEEPSEEK_V3, V3_KEYS, YARN
 from weightprep.synth.layout import Architecture, Kind, Row
 from weightprep.synth.mla import LAYER, MLA, Q_LORA, ROUTER_BIAS, SMALL_SIZES, top_level
 
@@ -19,6 +19,7 @@ KIMI_K2 = Architecture(
         "first_k_dense_replace": 1,
         "max_position_embeddings": 131072,
         "rope_theta": 50000,
+        "rope_scaling": {**YARN, "factor": 32},
         "n_group": 1,
         "topk_group": 1,
         "routed_scaling_factor": 2.827,
