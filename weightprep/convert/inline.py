@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weightprep.checkpoint.config import CONFIG_NAME
+from weightprep.checkpoint.config import CONFIG_NAME, HF_QUANT_CONFIG_NAME
 from weightprep.checkpoint.header import encode_header, place
 from weightprep.checkpoint.json_file import read_object
 from weightprep.checkpoint.repository import INDEX_NAME, MAX_INDEX_BYTES, Checkpoint
 from weightprep.convert.plan import ModuleJob, OutputTensor, ShardJob
-from weightprep.convert.quant_config import Modules, edit_config
+from weightprep.convert.quant_config import Modules, edit_config, edit_hf_quant_config
 
 __all__ = ["inline_jobs", "inline_texts", "shard_size"]
 
@@ -53,12 +53,15 @@ def shard_size(tensors: Sequence[OutputTensor], metadata: Mapping[str, str]) -> 
 
 
 def inline_texts(checkpoint: Checkpoint, jobs: Sequence[ShardJob], names: Modules) -> dict[Path, bytes]:
-    """The index, where the source has one, and config.json."""
+    """The index, where the source has one, config.json, and hf_quant_config.json where there is one."""
     texts: dict[Path, bytes] = {}
     if checkpoint.index_path is not None:
         index = read_object(checkpoint.index_path, max_bytes=MAX_INDEX_BYTES)
         texts[Path(INDEX_NAME)] = to_json(_edit_index(index, checkpoint, jobs))
     texts[Path(CONFIG_NAME)] = to_json(edit_config(checkpoint.config, names))
+    quant = edit_hf_quant_config(checkpoint.config, names)
+    if quant is not None:
+        texts[Path(HF_QUANT_CONFIG_NAME)] = to_json(quant)
     return texts
 
 

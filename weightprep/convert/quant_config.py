@@ -1,27 +1,27 @@
 """How a converted tensor is stored so that loaders without weightprep read it right, and the config that tells them so.
 
 A loader decides from `quantization_config` which scale it looks for beside a weight. A tensor in fp8 whose scale it
-would not apply is silently some thousand times too large, so a base config that has no way to name the scale is
-refused here.
+would not apply is silently some thousand times too large, so a base config that has no way to name the scale is refused
+here.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from weightprep.checkpoint.config import ModelConfig
-from weightprep.checkpoint.exclude import EXCLUDE_KEYS, ExcludeList, read_exclude_list
+from weightprep.checkpoint.exclude import EXCLUDE_KEYS, ExcludeEntry, ExcludeList, draft_names, read_exclude_list
 from weightprep.convert.runtime_names import names_to_exclude
 from weightprep.errors import CheckpointError
 
-__all__ = ["Modules", "StoredScale", "edit_config", "overridden_entries", "storage_for"]
+__all__ = ["Modules", "StoredScale", "edit_config", "edit_hf_quant_config", "overridden_entries", "storage_for"]
 
 # The fp8 block form that is written where the checkpoint has no quantization_config to follow.
 _DEFAULT_BLOCK = (128, 128)
-_EXCLUDE = "modules_to_not_convert"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +30,23 @@ class StoredScale:
 
     :param suffix: what follows the module's name
     :param block: the scale repeated for every block of this size, [ceil(N/rows), ceil(K/columns)]; None: one number
+    :param single: shape of the one number
     """
 
     suffix: str
     block: tuple[int, int] | None
+    single: tuple[int, ...] = ()
 
     def shape(self, rows: int, cols: int) -> tuple[int, ...]:
         """Shape of the stored scale of a weight [rows, cols]."""
         if self.block is None:
-            return ()
+            return self.single
         return (-(-rows // self.block[0]), -(-cols // self.block[1]))
 
 
 @dataclass(frozen=True, slots=True)
 class Modules:
-    """The modules of a checkpoint, as far as an exclude list is concerned.
+    """The modules of a checkpoint, as far as its quantization_config is concerned.
 
     :param quantized: those that the conversion stores quantized
     :param linears: every module with a matrix, in the checkpoint's order
@@ -55,6 +57,17 @@ class Modules:
     linears: Sequence[str]
     nextn_prefixes: Sequence[str]
 
+    @property
+    def others(self) -> list[str]:
+        """Every name that a loader may use for a linear that is not one of `quantized`."""
+        quantized = set(self.quantized)
+        return names_to_exclude((name for name in self.linears if name not in quantized), self.nextn_prefixes)
+
+    @property
+    def quantized_names(self) -> list[str]:
+        """`quantized`, each also by the draft model's name where it has one."""
+        return [name for m in self.quantized for name in (m, *draft_names(m, self.nextn_prefixes))]
+
 
 def storage_for(config: ModelConfig) -> StoredScale:
     """The form in which the checkpoint's own config lets a per-tensor fp8 scale be found.
@@ -62,22 +75,29 @@ def storage_for(config: ModelConfig) -> StoredScale:
     :raises CheckpointError: it has no such form
     """
     quantization = config.quantization
-    if quantization is None:
+    if quantization is None and config.hf_quant_config is None:
         return StoredScale(".weight_scale_inv", _DEFAULT_BLOCK)
-    method = quantization.get("quant_method")
-    block = quantization.get("weight_block_size")
+    method = (quantization or {}).get("quant_method")
+    block = (quantization or {}).get("weight_block_size")
     if method == "fp8" and isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
         return StoredScale(".weight_scale_inv", (block[0], block[1]))
+    if method == "quark":
+        return StoredScale(".weight_scale", None)
+    if method == "compressed-tensors":
+        return StoredScale(".weight_scale", None, (1,))
     raise CheckpointError(
-        "config.json: quantization_config",
-        found=f"quant_method {method!r}" + ("" if method != "fp8" else " without a usable weight_block_size"),
-        wanted="no quantization_config, or fp8 with weight_block_size, to write converted tensors inline",
+        "config.json: quantization_config" if quantization is not None else "hf_quant_config.json",
+        found=f"quant_method {method!r}" + (" without a usable weight_block_size" if method == "fp8" else ""),
+        wanted="none, fp8 with weight_block_size, quark or compressed-tensors, to write converted tensors inline",
         remedy="use --layout sidecar, which leaves the checkpoint as it is",
     )
 
 
 def edit_config(config: ModelConfig, modules: Modules) -> dict[str, Any]:
-    """config.json with the quantized modules declared; key order and unknown keys are kept."""
+    """config.json with the quantized modules declared; key order and unknown keys are kept.
+
+    :raises CheckpointError: the config's lists are malformed
+    """
     raw: dict[str, Any] = copy.deepcopy(dict(config.raw))
     if config.quantization is None:
         raw["quantization_config"] = {
@@ -85,40 +105,96 @@ def edit_config(config: ModelConfig, modules: Modules) -> dict[str, Any]:
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": list(_DEFAULT_BLOCK),
-            _EXCLUDE: _all_others(modules),
+            "modules_to_not_convert": modules.others,
         }
         return raw
     holder = raw if raw.get("quantization_config") else raw["text_config"]
     quantization = holder["quantization_config"]
-    excludes = read_exclude_list(config, modules.nextn_prefixes)
-    for key in EXCLUDE_KEYS:
-        if quantization.get(key):
-            quantization[key] = _without(quantization[key], excludes, modules)
+    _take_off(quantization, config, modules)
+    declare = _DECLARE.get(quantization.get("quant_method"))
+    if declare is not None:
+        declare(quantization, modules.quantized_names)
+    return raw
+
+
+def edit_hf_quant_config(config: ModelConfig, modules: Modules) -> dict[str, Any] | None:
+    """hf_quant_config.json with the quantized modules taken off its exclude list; None where there is no such file."""
+    if config.hf_quant_config is None:
+        return None
+    raw: dict[str, Any] = copy.deepcopy(dict(config.hf_quant_config))
+    nested = raw.get("quantization")
+    _take_off(nested if isinstance(nested, dict) else raw, config, modules)
     return raw
 
 
 def overridden_entries(config: ModelConfig, modules: Modules) -> Mapping[str, str]:
-    """Quantized module -> the entry of the checkpoint's own exclude lists that asked to leave it alone."""
-    excludes = read_exclude_list(config, modules.nextn_prefixes)
-    found = {module: excludes.entry_for(module) for module in modules.quantized}
-    return {module: entry.text for module, entry in found.items() if entry is not None}
+    """Quantized module -> the entry of the checkpoint's own exclude list that asked to leave it alone."""
+    listed = read_exclude_list(config, modules.nextn_prefixes)
+    entries = {module: listed.entry_for(module) for module in modules.quantized}
+    return {module: entry.text for module, entry in entries.items() if entry is not None}
 
 
-def _all_others(modules: Modules) -> list[str]:
-    quantized = set(modules.quantized)
-    return names_to_exclude((name for name in modules.linears if name not in quantized), modules.nextn_prefixes)
+def _take_off(holder: dict[str, Any], config: ModelConfig, modules: Modules) -> None:
+    """Rewrite the exclude lists in `holder`: an entry that reaches a quantized module is written out for the others."""
+    listed = read_exclude_list(config, modules.nextn_prefixes)
+    hit = {entry.text for module in modules.quantized for entry in listed.entries_for(module)}
+    if not hit:
+        return
+    spared = _reached(listed, modules.others, hit)
+    for key in EXCLUDE_KEYS:
+        if isinstance(holder.get(key), list):
+            kept: dict[str, None] = {}
+            for text in holder[key]:
+                kept.update(dict.fromkeys(spared[text] if text in hit else [text]))
+            holder[key] = list(kept)
 
 
-def _without(entries: Iterable[str], excludes: ExcludeList, modules: Modules) -> list[str]:
-    """`entries` that cover none of the quantized modules; an entry that also covers others is written out for those."""
-    overridden = {entry.text for module in modules.quantized for entry in excludes.entries_for(module)}
-    kept: dict[str, None] = {}
-    for text in entries:
-        if text not in overridden:
-            kept[text] = None
-            continue
-        others = _all_others(modules)
-        kept.update(
-            dict.fromkeys(name for name in others if any(entry.text == text for entry in excludes.entries_for(name)))
-        )
-    return list(kept)
+def _reached(listed: ExcludeList, names: Iterable[str], texts: set[str]) -> dict[str, list[str]]:
+    reached: dict[str, list[str]] = {text: [] for text in texts}
+    for name in names:
+        for entry in _unique(listed.entries_for(name)):
+            if entry in reached:
+                reached[entry].append(name)
+    return reached
+
+
+def _unique(entries: Iterable[ExcludeEntry]) -> set[str]:
+    return {entry.text for entry in entries}
+
+
+def _declare_quark(quantization: dict[str, Any], names: Sequence[str]) -> None:
+    """First in layer_quant_config, because the first pattern that matches decides."""
+    tensor = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "ch_axis": None, "group_size": None, "symmetric": True}
+    scheme = {
+        "weight": {**tensor, "is_dynamic": False},
+        "input_tensors": {**tensor, "is_dynamic": True},
+        "output_tensors": None,
+        "bias": None,
+    }
+    ours = dict.fromkeys(names, scheme)
+    theirs = quantization.get("layer_quant_config") or {}
+    quantization["layer_quant_config"] = {**ours, **{name: spec for name, spec in theirs.items() if name not in ours}}
+
+
+def _declare_compressed_tensors(quantization: dict[str, Any], names: Sequence[str]) -> None:
+    """One more group; formats move from the top to the groups where they differ."""
+    numbers = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "group_size": None}
+    ours = "float-quantized"
+    groups: dict[str, Any] = quantization.setdefault("config_groups", {})
+    top = quantization.get("format")
+    if top not in (ours, "mixed-precision"):
+        for group in groups.values():
+            group.setdefault("format", top)
+        quantization["format"] = "mixed-precision"
+    groups["weightprep"] = {
+        "targets": list(names),
+        "weights": {**numbers, "dynamic": False},
+        "input_activations": {**numbers, "dynamic": True},
+        "output_activations": None,
+        "format": ours,
+    }
+
+
+_DECLARE: Mapping[object, Callable[[dict[str, Any], Sequence[str]], None]] = MappingProxyType(
+    {"quark": _declare_quark, "compressed-tensors": _declare_compressed_tensors}
+)

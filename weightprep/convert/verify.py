@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightprep.checkpoint.config import CONFIG_NAME
 from weightprep.checkpoint.manifest import MANIFEST_NAME, SIDECAR_MANIFEST, Manifest, ModuleRecord, read_manifest
 from weightprep.checkpoint.repository import INDEX_NAME
 from weightprep.convert.module import convert_module
@@ -140,7 +139,7 @@ class _Judge:
         for relative, text in self._plan.texts.items():
             self.files += 1
             path = self._root / relative
-            if relative.name == CONFIG_NAME and (not path.is_file() or path.read_bytes() != text):
+            if relative.name != INDEX_NAME and (not path.is_file() or path.read_bytes() != text):
                 yield Finding(str(path), "a config that does not declare what the tensors are", "the source's, edited")
 
     def _untouched(
