@@ -30,6 +30,14 @@ def test_ties_go_to_the_even_code() -> None:
         assert encode_e2m1(torch.tensor([value, -value])).tolist() == [code, code | 8]
 
 
+def test_ties_can_go_away_from_zero() -> None:
+    ties = {0.25: 1, 0.75: 2, 1.25: 3, 1.75: 4, 2.5: 5, 3.5: 6, 5.0: 7}
+    for value, code in ties.items():
+        below = torch.nextafter(torch.tensor(value), torch.tensor(0.0)).item()
+        assert encode_e2m1(torch.tensor([value, -value]), ties="away").tolist() == [code, code | 8]
+        assert encode_e2m1(torch.tensor([below]), ties="away").tolist() == [code - 1]
+
+
 def test_rounding_agrees_with_ml_dtypes_on_a_dense_grid() -> None:
     grid = np.linspace(-6, 6, 12 * 512 + 1, dtype=np.float32)
     near = np.concatenate([grid, np.nextafter(grid, np.float32(np.inf)), np.nextafter(grid, np.float32(-np.inf))])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -12,6 +16,7 @@ from sources import meaning, source
 
 from weightprep.errors import CheckpointError, RecipeError
 from weightprep.formats import EncodedShape, Encoding
+from weightprep.formats.mx import quantize_mxfp4
 from weightprep.transforms import Bundle, StepContext, make_step, run_steps
 
 DIMS = {"heads": 4, "nope": 192, "v": 256, "rank": 512}
@@ -93,20 +98,64 @@ def test_fnuz_codes_are_those_of_sglangs_normalization() -> None:
     assert fnuz["w_scale"].item() == scale.item()
 
 
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float64)
+
+
 def scalar_mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """dynamic_mxfp4_quant's contract [M, N] -> [M, N/2], [M, N/32], written with ml_dtypes: rule even, ties to even.
+    """dynamic_mxfp4_quant's contract [M, N] -> [M, N/2], [M, N/32], in NumPy: rule even, ties away from zero.
 
     The scale comes back column-major, as aiter returns it.
     """
-    groups = values.float().numpy().reshape(values.shape[0], -1, 32)
+    groups = values.double().numpy().reshape(values.shape[0], -1, 32)
     amax = np.abs(groups).max(axis=-1)
     mantissa, exponent = np.frexp(amax)
     # frexp's mantissa is in [.5, 1): from .875 on, one mantissa bit rounds up to the next power
     unbiased = np.clip(np.where(amax > 0, exponent - 1 + (mantissa >= 0.875) - 2, -127), -127, 127)
-    codes = np.clip(np.ldexp(groups, -unbiased[..., None]), -6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
-    codes = codes.reshape(values.shape[0], -1)
+    scaled = np.minimum(np.abs(np.ldexp(groups, -unbiased[..., None])), 6)
+    # a value at or above a midpoint belongs to the code above it
+    codes = np.searchsorted((E2M1[1:] + E2M1[:-1]) / 2, scaled, side="right").astype(np.uint8)
+    codes = (codes | (np.signbit(groups).astype(np.uint8) << 3)).reshape(values.shape[0], -1)
     scale = torch.from_numpy((unbiased + 127).astype(np.uint8))
     return torch.from_numpy(codes[:, ::2] | (codes[:, 1::2] << 4)), scale.t().contiguous().t()
+
+
+def awkward_values() -> torch.Tensor:
+    """bf16 rows that quantizers disagree on: ties, zeros, -0, the ends of the range, one large value."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(64, 192, generator=generator)
+    values[0] = 0
+    values[1] = torch.randint(-28, 29, (192,), generator=generator) * 0.25
+    values[2] *= 2.0**-126
+    values[3] *= 2.0**100
+    values[4, :32] = torch.tensor([1.75] + [0.1] * 31)
+    values[5, 0] = -0.0
+    values[6] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0] * 24)
+    values[7] *= 2.0**-132
+    return values.bfloat16()
+
+
+def test_the_quantizer_is_aiters(tmp_path: Path) -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runtime"))
+    import aiter_wheel
+
+    folder = aiter_wheel.unpacked()
+    if folder is None:
+        pytest.skip("the amd-aiter wheel cannot be fetched: ours is compared with the NumPy oracle only")
+    torch.save(awkward_values(), tmp_path / "values.pt")
+    script = Path(__file__).with_name("aiter_mxfp4.py")
+    command = [sys.executable, str(script), str(folder), str(tmp_path / "values.pt"), str(tmp_path / "results.pt")]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    packed, scale = torch.load(tmp_path / "results.pt", weights_only=True)
+    ours = quantize_mxfp4(awkward_values(), "even", "away")
+    assert torch.equal(ours[0], packed)
+    assert torch.equal(ours[1], scale)
+
+
+def test_the_quantizer_is_the_oracles() -> None:
+    ours, oracle = quantize_mxfp4(awkward_values(), "even", "away"), scalar_mxfp4(awkward_values())
+    assert torch.equal(ours[0], oracle[0])
+    assert torch.equal(ours[1], oracle[1])
 
 
 @pytest.mark.parametrize("encoding", [Encoding.BF16, Encoding.MXFP4])
@@ -129,8 +178,8 @@ def test_mxfp4_is_what_sglangs_quark_branch_makes(
     # the two lines that follow in post_load_weights
     k = k.transpose(1, 2).contiguous().transpose(1, 2)
     v_half = v_half.contiguous().transpose(1, 2)
-    names = ("dequantize", "split_kv_b", "absorb_mxfp4", "layout")
-    ours = run_steps(steps(*names), bundle, StepContext(dims=dims))
+    away = make_step("absorb_mxfp4", {"scale_rule": "even", "ties": "away"}, "test")
+    ours = run_steps([*steps("dequantize", "split_kv_b"), away, *steps("layout")], bundle, StepContext(dims=dims))
     for role, theirs in {"w_kc": k, "w_scale_k": k_scale, "w_vc": v_half, "w_scale_v": v_scale}.items():
         assert torch.equal(ours[role], theirs), role
         assert ours[role].stride() == theirs.stride(), role
@@ -159,7 +208,7 @@ def test_groups_that_do_not_fit_are_refused(dims: dict[str, int]) -> None:
 
 def test_whole_weights_are_packed_along_their_columns() -> None:
     bundle = source(Encoding.BF16, 4, 64)
-    result = run_steps(steps("quantize_mxfp4"), bundle, StepContext())
+    result = run_steps([make_step("quantize_mxfp4", {"ties": "away"}, "test")], bundle, StepContext())
     packed, scale = scalar_mxfp4(bundle["weight"])
     assert torch.equal(result["weight"], packed)
     assert torch.equal(result["scale"], scale)

@@ -6,11 +6,15 @@ holding the even column.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from weightprep.formats.table import look_up
 
-__all__ = ["E2M1_MAX", "E2M1_MAX_EXPONENT", "E2M1_VALUES", "decode_e2m1", "encode_e2m1", "pack_nibbles"]
+__all__ = ["E2M1_MAX", "E2M1_MAX_EXPONENT", "E2M1_VALUES", "Ties", "decode_e2m1", "encode_e2m1", "pack_nibbles"]
+
+Ties = Literal["even", "away"]
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 E2M1_MAX = 6.0
@@ -27,17 +31,25 @@ def decode_e2m1(packed: torch.Tensor) -> torch.Tensor:
     return decoded.flatten(-2)
 
 
-def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
-    """uint8 codes (not packed) of float32 values, rounded to nearest with ties to even and saturated at +-6.
+def encode_e2m1(values: torch.Tensor, ties: Ties = "even") -> torch.Tensor:
+    """uint8 codes (not packed) of float32 values, rounded to nearest and saturated at +-6.
 
     :param values: float32, finite, any shape
+    :param ties: to the even code (OCP MX, Quark), or away from zero (aiter's kernels)
     """
+    rounded = torch.round if ties == "even" else _round_away
     magnitude = values.abs()
-    # Codes are 2x up to 2, x + 2 up to 4 and x/2 + 4 above: the least of the three everywhere. Rounding to even before
-    # adding the even number rounds ties to the even code, and no sum is rounded twice.
-    codes = torch.minimum((magnitude * 2).round_(), magnitude.round() + 2)
-    codes = torch.minimum(codes, (magnitude * 0.5).round_() + 4).clamp_(max=7).to(torch.uint8)
+    # Codes are 2x up to 2, x + 2 up to 4 and x/2 + 4 above: the least of the three everywhere. Rounding before the
+    # even number is added keeps ties what they are, and no sum is rounded twice.
+    codes = torch.minimum(rounded(magnitude * 2), rounded(magnitude) + 2)
+    codes = torch.minimum(codes, rounded(magnitude * 0.5) + 4).clamp_(max=7).to(torch.uint8)
     return codes | (torch.signbit(values).to(torch.uint8) << 3)
+
+
+def _round_away(magnitude: torch.Tensor) -> torch.Tensor:
+    floor = magnitude.floor()
+    # the difference is exact, while adding 0.5 and flooring would round values just below a tie up
+    return floor + (magnitude - floor >= 0.5)
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:

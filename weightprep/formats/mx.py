@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from weightprep.formats.e2m1 import E2M1_MAX_EXPONENT, decode_e2m1, encode_e2m1, pack_nibbles
+from weightprep.formats.e2m1 import E2M1_MAX_EXPONENT, Ties, decode_e2m1, encode_e2m1, pack_nibbles
 from weightprep.formats.e8m0 import E8M0_BIAS, decode_e8m0, encode_e8m0
 from weightprep.formats.table import CHUNK
 
@@ -49,7 +49,9 @@ def group_exponent(amax: torch.Tensor, rule: ScaleRule) -> torch.Tensor:
     return exponent.clamp(-E8M0_BIAS, E8M0_BIAS)
 
 
-def quantize_mxfp4(values: torch.Tensor, rule: ScaleRule = "even") -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_mxfp4(
+    values: torch.Tensor, rule: ScaleRule = "even", ties: Ties = "even"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize along the last dimension, in groups of 32.
 
     :param values: bf16, fp16 or fp32 [..., K] with K a multiple of 32, finite
@@ -62,15 +64,15 @@ def quantize_mxfp4(values: torch.Tensor, rule: ScaleRule = "even") -> tuple[torc
     step = CHUNK // MX_GROUP if values.device.type == "cpu" else max(1, groups.shape[0])
     for start in range(0, groups.shape[0], step):
         part = slice(start, start + step)
-        packed[part], scale[part] = _quantize_groups(groups[part].to(torch.float32), rule)
+        packed[part], scale[part] = _quantize_groups(groups[part].to(torch.float32), rule, ties)
     return packed.view(*values.shape[:-1], -1), scale.view(*values.shape[:-1], -1)
 
 
-def _quantize_groups(groups: torch.Tensor, rule: ScaleRule) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_groups(groups: torch.Tensor, rule: ScaleRule, ties: Ties) -> tuple[torch.Tensor, torch.Tensor]:
     exponent = group_exponent(groups.abs().amax(dim=-1), rule)
     # multiplying by a power of two is exact
     scaled = groups * decode_e8m0(encode_e8m0(-exponent)).unsqueeze(-1)
-    return pack_nibbles(encode_e2m1(scaled)), encode_e8m0(exponent)
+    return pack_nibbles(encode_e2m1(scaled, ties)), encode_e8m0(exponent)
 
 
 def dequantize_mxfp4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

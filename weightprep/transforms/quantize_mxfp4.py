@@ -12,6 +12,7 @@ import torch
 
 from weightprep.errors import CheckpointError
 from weightprep.formats import EncodedShape, Encoding
+from weightprep.formats.e2m1 import Ties
 from weightprep.formats.mx import MX_GROUP, ScaleRule
 from weightprep.formats.mx import quantize_mxfp4 as quantize_groups
 from weightprep.transforms.bundle import FLOATS, Bundle, Form, StepContext
@@ -22,26 +23,30 @@ __all__ = ["absorb_mxfp4", "quantize_mxfp4"]
 _MXFP4 = frozenset({Encoding.MXFP4})
 
 
-def _absorbed_already(bundle: Bundle, context: StepContext, *, scale_rule: ScaleRule) -> Bundle | None:
+def _absorbed_already(bundle: Bundle, context: StepContext, *, scale_rule: ScaleRule, ties: Ties) -> Bundle | None:
     return bundle if bundle.absorbed and bundle.encoded.encoding is Encoding.MXFP4 else None
 
 
-def _whole_already(bundle: Bundle, context: StepContext, *, scale_rule: ScaleRule) -> Bundle | None:
+def _whole_already(bundle: Bundle, context: StepContext, *, scale_rule: ScaleRule, ties: Ties) -> Bundle | None:
     return bundle if not bundle.absorbed and bundle.encoded.encoding is Encoding.MXFP4 else None
 
 
 @transform(requires=Form(False, FLOATS), ensures=Form(False, _MXFP4), already=_whole_already)
-def quantize_mxfp4(bundle: Bundle, context: StepContext, *, scale_rule: ScaleRule = "even") -> Bundle:
+def quantize_mxfp4(
+    bundle: Bundle, context: StepContext, *, scale_rule: ScaleRule = "even", ties: Ties = "even"
+) -> Bundle:
     """Quantize a weight [N, K] along K: packed uint8 [N, K/2] and scale uint8 (e8m0) [N, K/32].
 
     :raises CheckpointError: K is not a multiple of 32, or a value is NaN or infinite
     """
-    packed, scale = _quantize(bundle["weight"], scale_rule, context.name)
+    packed, scale = _quantize(bundle["weight"], scale_rule, ties, context.name)
     return Bundle({"weight": packed, "scale": scale}, _mxfp4(bundle.encoded))
 
 
 @transform(requires=Form(True, FLOATS), ensures=Form(True, _MXFP4), already=_absorbed_already)
-def absorb_mxfp4(bundle: Bundle, context: StepContext, *, scale_rule: ScaleRule = "even") -> Bundle:
+def absorb_mxfp4(
+    bundle: Bundle, context: StepContext, *, scale_rule: ScaleRule = "even", ties: Ties = "even"
+) -> Bundle:
     """Quantize w_kc and w_vc along the axis that each contracts over.
 
     w_kc (heads, nope/2, rank) with w_scale_k (heads, nope/32, rank), w_vc (heads, rank/2, v) with w_scale_v (heads,
@@ -49,13 +54,13 @@ def absorb_mxfp4(bundle: Bundle, context: StepContext, *, scale_rule: ScaleRule 
 
     :raises CheckpointError: nope or rank is not a multiple of 32, or a value is NaN or infinite
     """
-    w_kc, w_scale_k = _quantize(bundle["w_kc"].transpose(1, 2), scale_rule, context.name)
-    w_vc, w_scale_v = _quantize(bundle["w_vc"].transpose(1, 2), scale_rule, context.name)
+    w_kc, w_scale_k = _quantize(bundle["w_kc"].transpose(1, 2), scale_rule, ties, context.name)
+    w_vc, w_scale_v = _quantize(bundle["w_vc"].transpose(1, 2), scale_rule, ties, context.name)
     tensors = {"w_kc": w_kc, "w_vc": w_vc, "w_scale_k": w_scale_k, "w_scale_v": w_scale_v}
     return Bundle({role: tensor.transpose(1, 2) for role, tensor in tensors.items()}, _mxfp4(bundle.encoded))
 
 
-def _quantize(values: torch.Tensor, rule: ScaleRule, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize(values: torch.Tensor, rule: ScaleRule, ties: Ties, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     if values.shape[-1] % MX_GROUP:
         raise CheckpointError(
             name,
@@ -70,7 +75,7 @@ def _quantize(values: torch.Tensor, rule: ScaleRule, name: str) -> tuple[torch.T
             wanted="finite weights",
             remedy="the checkpoint is damaged: download this shard again",
         )
-    return quantize_groups(values, rule)
+    return quantize_groups(values, rule, ties)
 
 
 def _mxfp4(encoded: EncodedShape) -> EncodedShape:
