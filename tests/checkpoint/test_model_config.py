@@ -36,6 +36,23 @@ def test_quantization_of_a_wrapper_and_of_modelopt(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        ([128, 64], (128, 64)),
+        (None, None),
+        ("128", None),
+        ([128], None),
+        ([0, 1], None),
+        (["a", 1], None),
+        ([True, 1], None),
+    ],
+)
+def test_block_size(tmp_path, block, expected):
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"weight_block_size": block}}))
+    assert read_config(tmp_path).weight_block_size == expected
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "",

@@ -99,6 +99,17 @@ def test_neighbours_are_copied_in_one_range(checkpoint, tmp_path, monkeypatch):
     assert calls == [sum(r.nbytes for r in refs[:4]), sum(r.nbytes for r in refs[5:]), refs[4].nbytes]
 
 
+def test_neighbours_that_are_parted_in_the_result(checkpoint, tmp_path):
+    """The result has the tensors the other way round; they arrive in the order of the source."""
+    refs = list(checkpoint.tensors.values())
+    with ShardWriter(tmp_path / "copy", [ref.info for ref in reversed(refs)], {}) as writer:
+        writer.copy(refs)
+        writer.finish()
+    source, copy = load_file(checkpoint.root / "model.safetensors"), load_file(tmp_path / "copy")
+    assert list(read_header(tmp_path / "copy").tensors) != list(checkpoint.tensors)
+    assert all(torch.equal(source[name], copy[name]) for name in source)
+
+
 def unsupported(error: int):
     def step(*_: int) -> int:
         raise OSError(error, os.strerror(error))

@@ -38,6 +38,14 @@ class ModelConfig:
     quantization: Mapping[str, object] | None
     hf_quant_config: Mapping[str, object] | None
 
+    @property
+    def weight_block_size(self) -> tuple[int, int] | None:
+        """Rows and columns of an fp8 scale block, None where the config names none that can be one."""
+        block = (self.quantization or {}).get("weight_block_size")
+        if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+            return None
+        return block[0], block[1]
+
 
 def read_config(root: Path) -> ModelConfig:
     """Read the configuration of the checkpoint directory `root`.

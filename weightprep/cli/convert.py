@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -95,9 +96,10 @@ def convert(
 
     for line in plan_lines(plan):
         say(line)
+    began = time.monotonic()
     with progress(sum(job.nbytes for job in plan.jobs)) as shown:
         result = execute(plan, shown)
-    _show_result(plan, result, as_json=json)
+    _show_result(plan, result, time.monotonic() - began, as_json=json)
     return None
 
 
@@ -146,6 +148,10 @@ def plan_lines(plan: ConversionPlan) -> list[str]:
     for job in plan.modules:
         if job.overrides is not None:
             lines.append(f"  overrides the checkpoint's exclude entry {job.overrides!r} for {job.source.module}")
+    if plan.unmatched_excludes:
+        more = ", ..." if len(plan.unmatched_excludes) > 3 else ""
+        shown = ", ".join(plan.unmatched_excludes[:3]) + more
+        lines.append(f"  exclude entries that name nothing in this checkpoint, {len(plan.unmatched_excludes)}: {shown}")
     for module in plan.passed:
         lines.append(f"  passes {module.source.module}: {module.reason}")
     for absent in plan.absent:
@@ -186,6 +192,7 @@ def plan_document(plan: ConversionPlan) -> dict[str, Any]:
         "passed": [{"module": module.source.module, "reason": module.reason} for module in plan.passed],
         "absent": [module.source for module in plan.absent],
         "left_behind": [str(path) for path in plan.left_behind],
+        "unmatched_excludes": list(plan.unmatched_excludes),
         "tensors": fates,
         "files": {
             "rewritten": sum(job.rewritten for job in plan.jobs),
@@ -230,7 +237,7 @@ def _show_plan(plan: ConversionPlan, *, as_json: bool, dry_run: bool) -> None:
     say("dry run: nothing was written")
 
 
-def _show_result(plan: ConversionPlan, result: Result, *, as_json: bool) -> None:
+def _show_result(plan: ConversionPlan, result: Result, seconds: float, *, as_json: bool) -> None:
     if as_json:
         print_json(
             "convert",
@@ -238,6 +245,7 @@ def _show_result(plan: ConversionPlan, result: Result, *, as_json: bool) -> None
                 "state": "done" if result.committed else "part_done",
                 "reason": None,
                 **plan_document(plan),
+                "seconds": round(seconds, 3),
                 "resumed_files": result.resumed,
                 "placed": dict(result.placed),
                 "results": [record.model_dump(mode="json") for record in result.modules],

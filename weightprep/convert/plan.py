@@ -149,6 +149,7 @@ class ConversionPlan:
     :param passed: modules that the recipe names and that stay as they are
     :param absent: modules of layers that this checkpoint does not have
     :param left_behind: files of the source that do not come along
+    :param unmatched_excludes: entries of the checkpoint's own exclude lists that name nothing in it
     """
 
     options: ConvertOptions
@@ -162,6 +163,7 @@ class ConversionPlan:
     passed: tuple[PassedModule, ...]
     absent: tuple[ModulePlan, ...]
     left_behind: tuple[Path, ...]
+    unmatched_excludes: tuple[str, ...] = ()
 
     @cached_property
     def modules(self) -> tuple[ModuleJob, ...]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from weightprep.checkpoint.exclude import read_exclude_list
 from weightprep.checkpoint.header import TensorInfo
 from weightprep.checkpoint.manifest import MANIFEST_NAME
 from weightprep.checkpoint.reader import SourceModule, find_module
@@ -77,6 +78,7 @@ def plan_contents(options: ConvertOptions) -> ConversionPlan:
     todo = [(plan, source) for plan, source in found if source.module not in done]
     names = _module_names(checkpoint, model, [source.module for _, source in todo])
     overridden = overridden_entries(checkpoint.config, names)
+    unmatched = read_exclude_list(checkpoint.config, names.nextn_prefixes).unmatched(checkpoint.tensors)
     scale = storage_for(checkpoint.config) if todo and options.layout is Layout.INLINE else _SIDECAR_SCALE
     jobs = [_job(plan, source, model.dims, scale, overridden.get(source.module)) for plan, source in todo]
     if options.layout is Layout.INLINE:
@@ -99,6 +101,7 @@ def plan_contents(options: ConvertOptions) -> ConversionPlan:
         passed=tuple(passed),
         absent=tuple(absent),
         left_behind=tuple(left),
+        unmatched_excludes=tuple(entry.text for entry in unmatched),
     )
 
 
@@ -109,8 +112,7 @@ def find_modules(
 
     :raises RecipeError: a layer is there without a module that the recipe wants of it
     """
-    block = (checkpoint.config.quantization or {}).get("weight_block_size")
-    hint = (int(block[0]), int(block[1])) if isinstance(block, list) and len(block) == 2 else None
+    hint = checkpoint.config.weight_block_size
     layers = {prefix for name in checkpoint.tensors for prefix in _prefixes(name)}
     found: list[tuple[ModulePlan, SourceModule]] = []
     absent: list[ModulePlan] = []

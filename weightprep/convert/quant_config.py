@@ -78,9 +78,8 @@ def storage_for(config: ModelConfig) -> StoredScale:
     if quantization is None and config.hf_quant_config is None:
         return StoredScale(".weight_scale_inv", _DEFAULT_BLOCK)
     method = (quantization or {}).get("quant_method")
-    block = (quantization or {}).get("weight_block_size")
-    if method == "fp8" and isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
-        return StoredScale(".weight_scale_inv", (block[0], block[1]))
+    if method == "fp8" and config.weight_block_size is not None:
+        return StoredScale(".weight_scale_inv", config.weight_block_size)
     if method == "quark":
         return StoredScale(".weight_scale", None)
     if method == "compressed-tensors":

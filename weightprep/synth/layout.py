@@ -41,7 +41,7 @@ class Row:
     """One tensor of a layer; a name with `{e}` stands for one of each expert.
 
     :param name: relative to the layer, suffix included
-    :param excluded_as: the name under which published exclude lists mention it, where that is not its module name
+    :param excluded_as: the name under which published fp8 exclude lists mention it, where that is not its module name
     """
 
     name: str
@@ -56,7 +56,7 @@ class Tensor:
     """One tensor of the model to write.
 
     :param name: full name
-    :param excluded_as: the entry that an exclude list would have for it
+    :param excluded_as: the entry that a published fp8 exclude list has for it
     """
 
     name: str

@@ -131,7 +131,7 @@ def quantization_config(
         if architecture.fp8_lists_kept:
             made["modules_to_not_convert"] = [tensor.excluded_as for tensor in kept]
         return made
-    linears = [tensor.excluded_as for tensor in kept if tensor.kind not in (Kind.NORM, Kind.FLOAT32)]
+    linears = [t.name.removesuffix(".weight") for t in kept if t.kind not in (Kind.NORM, Kind.FLOAT32)]
     if encoding.method == "quark":
         return _quark(encoding, linears)
     if encoding.method == "compressed-tensors":
