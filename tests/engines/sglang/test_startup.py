@@ -112,3 +112,19 @@ def test_without_the_flag_nothing_is_hooked_that_loads(tp1: Ranks, glm: Path) ->
     for absorbed in plain.values():
         assert absorbed.w_kc.dtype is torch.bfloat16
         assert absorbed.w_scale == 1.0
+
+
+@pytest.mark.parametrize("corrected", [True, False], ids=["with correction", "without"])
+def test_lora_that_would_be_ignored_is_warned_about(
+    corrected: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from types import SimpleNamespace
+
+    from weightprep.engines.sglang import lora, versions
+
+    if not corrected:
+        monkeypatch.setattr(lora, "LORA_CORRECTION", versions.Target("correction", ("sglang.srt.lora.lost",)))
+    lora.warn_if_lora_is_ignored(SimpleNamespace(enable_lora=False, lora_paths=None))
+    assert caplog.messages == []
+    lora.warn_if_lora_is_ignored(SimpleNamespace(enable_lora=True, lora_paths=None))
+    assert any("NO EFFECT" in message for message in caplog.messages) is not corrected

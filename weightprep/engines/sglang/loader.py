@@ -19,6 +19,7 @@ from sglang.srt.model_loader.loader import BaseModelLoader, DefaultModelLoader, 
 from weightprep.engines.sglang.compressor_check import start_compressors
 from weightprep.engines.sglang.guard import ensure_hook
 from weightprep.engines.sglang.hardware import resolve_target
+from weightprep.engines.sglang.lora import server_arguments, warn_if_lora_is_ignored
 from weightprep.engines.sglang.options import Options, split_options
 from weightprep.engines.sglang.prepare import Preparation, around_post_load_weights, preparation_of, preparing
 from weightprep.engines.sglang.runtime_hooks import register_runtime_hooks
@@ -73,6 +74,7 @@ class WeightprepLoader(DefaultModelLoader):  # type: ignore[misc]  # sglang has 
         check_scales()
         if preparation.plan.modules:
             register_runtime_hooks(self.options.runtime)
+            warn_if_lora_is_ignored(server_arguments())
             _check(model, weights_are_random=self.options.inner == "dummy", is_reload=False)
         else:
             options = self.options

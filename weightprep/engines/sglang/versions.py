@@ -20,6 +20,7 @@ from weightprep.errors import EngineError
 
 __all__ = [
     "KNOWN",
+    "LORA_CORRECTION",
     "OLDEST",
     "POST_LOAD_WEIGHTS",
     "TARGETS",
@@ -64,6 +65,11 @@ UPDATE_FROM_TENSOR = Target(
         "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor",
         "sglang.srt.model_executor.model_runner.ModelRunner.update_weights_from_tensor",
     ),
+)
+# Not a condition: without it only adapters on kv_b_proj are affected.
+LORA_CORRECTION = Target(
+    "absorbed attention heeds LoRA adapters on kv_b_proj",
+    ("sglang.srt.lora.deepseek_mla_correction.is_kv_b_lora_active", "sglang.srt.lora.utils.kv_b_lora_correction"),
 )
 TARGETS = (
     Target("plugins are loaded", ("sglang.srt.plugins.load_plugins",)),
