@@ -55,14 +55,26 @@ def test_target_table() -> None:
     assert {target: e4m3_dtype(target) for target in wanted} == wanted
 
 
-def test_every_bf16_is_rounded_like_ml_dtypes() -> None:
+@pytest.mark.parametrize("copies", [1, 3], ids=["one by one", "by table"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_16_bit_value_is_rounded_like_ml_dtypes(dtype: torch.dtype, copies: int) -> None:
     patterns = np.arange(1 << 16, dtype=np.uint16)
-    values = patterns.view(ml_dtypes.bfloat16).astype(np.float32)
-    values = values[np.isfinite(values)]
-    # ml_dtypes does not saturate, so the clamp is written out here too
+    values = patterns.view(ml_dtypes.bfloat16 if dtype is torch.bfloat16 else np.float16).astype(np.float32)
+    # large weights are rounded by table, small ones element by element
+    values = np.tile(values[np.isfinite(values)], (copies, 1))
     with np.errstate(over="ignore"):
+        # ml_dtypes does not saturate, so the clamp is written out here too
         wanted = np.clip(values * np.float32(1.7), -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    ours = quantize_e4m3fn(torch.from_numpy(values).bfloat16(), torch.tensor(1.7, dtype=torch.float32))
+    ours = quantize_e4m3fn(torch.from_numpy(values).to(dtype), torch.tensor(1.7, dtype=torch.float32))
+    np.testing.assert_array_equal(ours.view(torch.uint8).numpy(), wanted)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (300, 1)], ids=["one m", "m for each row"])
+def test_large_float32_weights_are_rounded_part_by_part(shape: tuple[int, int]) -> None:
+    rng = np.random.default_rng(0)
+    values, m = rng.standard_normal((300, 700)).astype(np.float32), rng.uniform(50, 200, shape).astype(np.float32)
+    wanted = np.clip(values * m, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    ours = quantize_e4m3fn(torch.from_numpy(values), torch.from_numpy(m if shape[0] > 1 else m.reshape(())))
     np.testing.assert_array_equal(ours.view(torch.uint8).numpy(), wanted)
 
 

@@ -35,7 +35,7 @@ def test_bytes_and_scale_are_those_of_sglang(dtype: torch.dtype, spread: float) 
     from sglang.srt.layers.quantization.fp8_utils import input_to_float8
 
     for seed in range(8):
-        weight = (torch.randn(448, 128, generator=torch.Generator().manual_seed(seed)) * spread).to(dtype)
+        weight = (torch.randn(448, 160, generator=torch.Generator().manual_seed(seed)) * spread).to(dtype)
         theirs, scale = input_to_float8(weight, dtype=torch.float8_e4m3fn)
         ours = run_steps(STEPS, float_bundle(weight), CONTEXT)
         np.testing.assert_array_equal(codes(ours), theirs.view(torch.uint8).numpy())
