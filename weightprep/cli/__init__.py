@@ -11,6 +11,7 @@ from weightprep.cli.convert import convert
 from weightprep.cli.doctor import doctor
 from weightprep.cli.inspect import inspect
 from weightprep.cli.recipes import recipes
+from weightprep.cli.report import report
 from weightprep.cli.synth import synth
 from weightprep.cli.verify import verify
 
@@ -39,6 +40,6 @@ def main(
     """Put model weights into exactly the form on which sglang's fast kernels gate."""
 
 
-for command in (convert, inspect, verify, synth, doctor):
+for command in (convert, inspect, verify, report, synth, doctor):
     app.command()(command)
 app.add_typer(recipes)

@@ -1,0 +1,82 @@
+"""The report is one page that needs nothing else, and says what the manifest says."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from weightprep.cli import app
+from weightprep.synth import synthesize
+
+pytest.importorskip("matplotlib", reason="the extra `report` is not installed: no page is rendered")
+
+
+class Page(HTMLParser):
+    """Counts what the page would fetch or run, and collects its plots and text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.foreign: list[str] = []
+        self.plots: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = dict(attrs)
+        if tag in ("script", "img", "link", "iframe", "object"):
+            self.foreign.append(tag)
+        self.foreign += [
+            value for key in ("src", "href", "xlink:href") if (value := named.get(key)) and value[0] != "#"
+        ]
+        if tag == "svg":
+            self.plots.append(named.get("aria-label") or "")
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_page(tmp_path: Path) -> None:
+    synthesize(tmp_path / "src", encoding="mxfp4_experts")
+    converted = CliRunner().invoke(app, ["convert", str(tmp_path / "src"), str(tmp_path / "dst"), "--json"])
+    (tmp_path / "run.json").write_text(converted.stdout)
+    arguments = ["report", str(tmp_path / "dst"), "-o", str(tmp_path / "r.html"), "--run", str(tmp_path / "run.json")]
+
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+
+    content = (tmp_path / "r.html").read_text()
+    page = Page()
+    page.feed(content)
+    assert page.foreign == []
+    assert page.plots == [
+        "Relative error",
+        "SQNR, dB",
+        "Largest magnitude",
+        "Scale",
+        "Largest over smallest head",
+        "bytes by dtype before and after",
+    ]
+    text = " ".join(page.text)
+    manifest = json.loads((tmp_path / "dst" / "weightprep.json").read_text())
+    for record in manifest["modules"]:
+        assert record["module"] in text
+        assert f"{record['quality']['sqnr_db']:.4g}" in text
+        assert record["overrides_exclude"] in text
+    assert re.search(r"\d+\.\d s, \d+ MB/s", text)
+
+
+def test_same_conversion_same_page(tmp_path: Path) -> None:
+    synthesize(tmp_path / "src")
+    assert CliRunner().invoke(app, ["convert", str(tmp_path / "src"), str(tmp_path / "dst")]).exit_code == 0
+    for name in ("a.html", "b.html"):
+        assert CliRunner().invoke(app, ["report", str(tmp_path / "dst"), "-o", str(tmp_path / name)]).exit_code == 0
+    assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
+
+
+def test_no_manifest(tmp_path: Path) -> None:
+    synthesize(tmp_path / "src")
+    assert CliRunner().invoke(app, ["report", str(tmp_path / "src"), "-o", str(tmp_path / "r.html")]).exit_code == 2
+    assert not (tmp_path / "r.html").exists()
