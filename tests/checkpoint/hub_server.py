@@ -18,6 +18,7 @@ class HubServer(ThreadingHTTPServer):
 
     :ivar cuts: connections to drop after half of the bytes, still to come, for shards
     :ivar ignore_range: answer 200 with the whole file
+    :ivar shift_range: answer with the bytes that many after those that were asked for
     :ivar requests: (method, path, Range) of everything that was asked
     """
 
@@ -33,6 +34,7 @@ class HubServer(ThreadingHTTPServer):
         self.root = root
         self.cuts = 0
         self.ignore_range = False
+        self.shift_range = 0
         self.requests: list[tuple[str, str, str | None]] = []
         self.sent = 0
 
@@ -91,7 +93,10 @@ class _Handler(BaseHTTPRequestHandler):
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
         begin, end = 0, len(content)
         if asked and not self.server.ignore_range:
-            begin, end = int(asked[1]), min(int(asked[2] or len(content) - 1) + 1, len(content))
+            begin, end = (
+                int(asked[1]) + self.server.shift_range,
+                min(int(asked[2] or len(content) - 1) + 1, len(content)),
+            )
             self.send_response(206)
             self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(content)}")
         else:

@@ -179,6 +179,12 @@ REFUSALS = {
 }
 
 
+def test_bytes_from_another_place_are_refused(server, ask):
+    synthesize(server.root, layers=1, shards=1)
+    server.shift_range = 8
+    assert "not the range that was asked for" in str(ask("open", "org/name")["error"])
+
+
 @pytest.mark.parametrize("action", ["open", "locate"])
 def test_refusals_say_what_to_do(server, ask, action):
     write_checkpoint(server.root, {"model.safetensors": ["a"]})

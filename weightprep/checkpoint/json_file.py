@@ -63,7 +63,7 @@ def read_object(path: Path, *, max_bytes: int) -> dict[str, object]:
                 remedy="download the file again; no published checkpoint comes near this size",
             )
         try:
-            raw = file.read(max_bytes)
+            raw = file.read(size)
         except OSError as error:
             raise unreadable(path, error) from None
     return parse_object(raw, path)
