@@ -106,7 +106,7 @@ def decode_configs(k: int, m: int, quant: int) -> Iterator[DecodeConfig]:
 
 
 def triton_configs(k: int, m: int, quant: int) -> Iterator[TritonConfig]:
-    """Configurations of the Triton kernel for many rows, also with quantized activations where K allows groups of 128."""
+    """Configurations of the Triton kernel for many rows, also with quantized activations where K allows."""
     block_ms = (32, 64) if m <= 64 else (64, 128, 256)
     block_ns = (128,) if quant else (64, 128)
     for block_m, block_n, block_k, warps, stages in itertools.product(block_ms, block_ns, (64, 128), (4, 8), (3, 4)):
@@ -311,7 +311,7 @@ def main() -> None:
         action="append",
         required=True,
         metavar="DIMS:CELLS:HEADS:ROWS",
-        help="e.g. glm:v1,q0:8,64:1,16; a cell is v or q, the output (0 bf16, 1 fp8, 2 MXFP4), and mx for MXFP4 weights",
+        help="e.g. glm:v1,q0:8,64:1,16; a cell is v or q, output 0 bf16, 1 fp8 or 2 MXFP4, and mx for MXFP4 weights",
     )
     args = parser.parse_args()
     results: list[dict[str, Any]] = []
