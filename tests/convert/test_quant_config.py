@@ -1,0 +1,228 @@
+"""The edited configs: what changed, that nothing else did, and that the engines' own readers understand them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from weightprep.cli import app
+from weightprep.synth import synthesize
+
+KV_B = "model.layers.1.self_attn.kv_b_proj"
+DRAFT_KV_B = "model.decoder.self_attn.kv_b_proj"
+
+
+def convert(source: Path, *flags: str) -> tuple[dict[str, Any], Path]:
+    destination = source.with_name("dst")
+    result = CliRunner().invoke(app, ["convert", str(source), str(destination), *flags])
+    assert result.exit_code == 0, result.stderr
+    return json.loads((destination / "config.json").read_text()), destination
+
+
+def edit(path: Path, **changes: object) -> dict[str, Any]:
+    config = json.loads(path.read_text())
+    config["quantization_config"].update(changes)
+    path.write_text(json.dumps(config))
+    return config
+
+
+def stored(root: Path, name: str) -> torch.Tensor:
+    index = json.loads((root / "model.safetensors.index.json").read_text())["weight_map"]
+    return load_file(root / index[name])[name]
+
+
+def test_none_becomes_fp8_block_with_every_other_module_excluded(tmp_path: Path) -> None:
+    source = synthesize(tmp_path / "src", layers=2)
+    before = json.loads((source / "config.json").read_text())
+
+    after, destination = convert(source)
+
+    made = after.pop("quantization_config")
+    assert list(after.items()) == list(before.items())
+    excluded = made.pop("modules_to_not_convert")
+    assert made == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    for name in (
+        "lm_head",
+        "model.embed_tokens",
+        "model.layers.0.mlp.down_proj",
+        "model.layers.0.mlp.gate_up_proj",
+        "model.layers.1.mlp.experts",
+        "model.layers.1.mlp.gate",
+        "model.layers.1.mlp.shared_experts.gate_up_proj",
+        "model.layers.1.self_attn.fused_qkv_a_proj_with_mqa",
+        "model.layers.1.self_attn.o_proj",
+        "model.layers.2.self_attn.o_proj",
+        "model.decoder.self_attn.o_proj",
+        "model.decoder.self_attn.fused_qkv_a_proj_with_mqa",
+        "model.decoder.mlp.experts",
+        "model.eh_proj",
+    ):
+        assert name in excluded
+    assert not [name for name in excluded if "kv_b_proj" in name]
+    assert not [name for name in excluded if ".experts." in name]
+    scale = stored(destination, f"{KV_B}.weight_scale_inv")
+    rows, cols = stored(destination, f"{KV_B}.weight").shape
+    assert tuple(scale.shape) == (-(-rows // 128), -(-cols // 128))
+    assert scale.unique().numel() == 1
+
+
+def test_kept_nextn_is_excluded_by_both_names(tmp_path: Path) -> None:
+    after, _ = convert(synthesize(tmp_path / "src", layers=2), "--nextn", "keep")
+    excluded = after["quantization_config"]["modules_to_not_convert"]
+    assert "model.layers.2.self_attn.kv_b_proj" in excluded
+    assert DRAFT_KV_B in excluded
+    assert KV_B not in excluded
+
+
+def test_fp8_entry_is_taken_off_and_broad_ones_are_written_out(tmp_path: Path) -> None:
+    """A bf16 kv_b_proj inside a block-fp8 checkpoint, excluded once by its name and once by its layer's."""
+    source = synthesize(tmp_path / "src", layers=2)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {
+        "activation_scheme": "dynamic",
+        "x_unknown": {"kept": True},
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", "model.layers.0.self_attn.kv_b_proj", "model.layers.1", "indexers_proj"],
+    }
+    (source / "config.json").write_text(json.dumps(config))
+
+    after, destination = convert(source)
+
+    made = after["quantization_config"]
+    assert list(made) == list(config["quantization_config"])
+    assert made["x_unknown"] == {"kept": True}
+    excluded = made["modules_to_not_convert"]
+    assert (excluded[0], excluded[-1]) == ("lm_head", "indexers_proj")
+    assert "model.layers.1" not in excluded
+    assert "model.layers.1.self_attn.o_proj" in excluded
+    assert "model.layers.1.mlp.experts" in excluded
+    assert not [name for name in excluded if "kv_b_proj" in name]
+    records = json.loads((destination / "weightprep.json").read_text())["modules"]
+    assert [record["overrides_exclude"] for record in records] == [
+        "model.layers.0.self_attn.kv_b_proj",
+        "model.layers.1",
+        None,
+    ]
+
+
+@pytest.mark.parametrize("entry", ["re:.*self_attn.*", "*self_attn*"])
+def test_quark(tmp_path: Path, entry: str) -> None:
+    source = synthesize(tmp_path / "src", layers=2, encoding="mxfp4_experts")
+    exclude = json.loads((source / "config.json").read_text())["quantization_config"]["exclude"]
+    rest = [name for name in exclude if "self_attn" not in name]
+    before = edit(source / "config.json", exclude=[*rest, entry])["quantization_config"]
+
+    after, destination = convert(source)
+
+    made = after["quantization_config"]
+    assert list(made) == list(before)
+    assert entry not in made["exclude"]
+    assert "model.layers.1.self_attn.o_proj" in made["exclude"]
+    assert not [name for name in made["exclude"] if "kv_b_proj" in name]
+    spec = made["layer_quant_config"][KV_B]
+    assert (spec["weight"]["dtype"], spec["weight"]["qscheme"], spec["weight"]["is_dynamic"]) == (
+        "fp8_e4m3",
+        "per_tensor",
+        False,
+    )
+    assert DRAFT_KV_B in made["layer_quant_config"]
+    assert stored(destination, f"{KV_B}.weight_scale").shape == ()
+
+
+def test_entries_that_name_nothing_are_listed(tmp_path: Path) -> None:
+    source = synthesize(tmp_path / "src", layers=2, encoding="fp8_block")
+    edit(source / "config.json", modules_to_not_convert=["lm_head", "model.layers.0.self_attn.indexers_proj"])
+    arguments = ["convert", str(source), str(tmp_path / "dst"), "--requantize", "--dry-run", "--json"]
+    document = json.loads(CliRunner().invoke(app, arguments).stdout)
+    assert document["unmatched_excludes"] == ["model.layers.0.self_attn.indexers_proj"]
+
+
+def test_quark_is_understood_by_sglang(tmp_path: Path) -> None:
+    """sglang's own reader, without a device: which layers it builds quantized, and by which scheme."""
+    quark = pytest.importorskip("sglang.srt.layers.quantization.quark.quark", reason="sglang is not installed")
+    utils = pytest.importorskip("sglang.srt.layers.quantization.quark.utils")
+    after, _ = convert(synthesize(tmp_path / "src", layers=2, encoding="mxfp4_experts"))
+
+    config = quark.QuarkConfig.from_config({**after["quantization_config"], "packed_modules_mapping": {}})
+
+    for name in (KV_B, DRAFT_KV_B):
+        assert not utils.should_ignore_layer(name, config.exclude_layers)
+        spec = config._find_matched_config(name, torch.nn.Linear(1, 1))
+        assert config._is_fp8_w8a8(spec["weight"], spec["input_tensors"])
+    assert utils.should_ignore_layer("model.layers.1.self_attn.o_proj", config.exclude_layers)
+    spec = config._find_matched_config("model.layers.1.mlp.experts", torch.nn.Linear(1, 1))
+    assert config._is_mx_fp4(spec["weight"], spec["input_tensors"])
+
+
+def test_fp8_is_understood_by_sglang(tmp_path: Path) -> None:
+    fp8 = pytest.importorskip("sglang.srt.layers.quantization.fp8", reason="sglang is not installed")
+    utils = pytest.importorskip("sglang.srt.layers.quantization.utils")
+    after, _ = convert(synthesize(tmp_path / "src", layers=2))
+
+    config = fp8.Fp8Config.from_config(after["quantization_config"])
+
+    for name in (KV_B, DRAFT_KV_B):
+        assert not utils.is_layer_skipped(name, config.ignored_layers)
+    for name in (
+        "model.layers.1.self_attn.fused_qkv_a_proj_with_mqa",
+        "model.layers.1.mlp.experts",
+        "model.layers.0.mlp.gate_up_proj",
+        "model.decoder.mlp.shared_experts.gate_up_proj",
+        "model.eh_proj",
+    ):
+        assert utils.is_layer_skipped(name, config.ignored_layers)
+
+
+def test_compressed_tensors_in_a_wrapper(tmp_path: Path) -> None:
+    """Kimi K2.5: experts in packed int4, the quantization_config under text_config."""
+    source = synthesize(tmp_path / "src", "kimi_k25", layers=2, encoding="int4_experts")
+    before = json.loads((source / "config.json").read_text())
+
+    after, destination = convert(source)
+
+    assert list(after) == list(before)
+    made = after["text_config"]["quantization_config"]
+    assert made["format"] == "mixed-precision"
+    assert made["config_groups"]["group_0"]["format"] == "pack-quantized"
+    group = made["config_groups"]["weightprep"]
+    assert group["format"] == "float-quantized"
+    module = "language_model.model.layers.1.self_attn.kv_b_proj"
+    assert module in group["targets"]
+    assert not [name for name in made["ignore"] if "kv_b_proj" in name]
+    assert stored(destination, f"{module}.weight_scale").shape == (1,)
+    quantization = pytest.importorskip("compressed_tensors.quantization", reason="compressed-tensors is not installed")
+    read = quantization.QuantizationConfig.model_validate(made)
+    assert read.config_groups["weightprep"].weights.strategy == "tensor"
+
+
+def test_hf_quant_config_alone_is_refused_inline(tmp_path: Path) -> None:
+    source = synthesize(tmp_path / "src", layers=2)
+    (source / "hf_quant_config.json").write_text(
+        '{"quantization": {"quant_algo": "NVFP4", "exclude_modules": ["*kv_b*"]}}'
+    )
+    result = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "dst")])
+    assert result.exit_code == 2
+    assert "--layout sidecar" in result.stderr
+
+
+def test_hf_quant_config_is_edited_along(tmp_path: Path) -> None:
+    source = synthesize(tmp_path / "src", layers=2, encoding="fp8_block")
+    listed = {"producer": {"name": "x"}, "quantization": {"exclude_modules": [KV_B, "lm_head"]}}
+    (source / "hf_quant_config.json").write_text(json.dumps(listed))
+
+    _, destination = convert(source, "--requantize")
+
+    made = json.loads((destination / "hf_quant_config.json").read_text())
+    assert made == {"producer": {"name": "x"}, "quantization": {"exclude_modules": ["lm_head"]}}
