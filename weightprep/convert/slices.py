@@ -6,7 +6,8 @@ so the result is, bit for bit, that of the whole weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -55,17 +56,26 @@ def run_in_slices(steps: Sequence[Step], bundle: Bundle, dims: Mapping[str, int]
         if measured is not None:
             amax = measured if amax is None else torch.maximum(amax, measured)
     context = StepContext(dims=dims, name=name, amax=amax)
-    made = [run_steps(steps, part, context) for part in parts]
-    return _join(made, bundle)
+    return _join((run_steps(steps, part, context) for part in parts), bundle)
 
 
-def _join(parts: Sequence[Bundle], whole: Bundle) -> Bundle:
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    encoded = type(first.encoded)(first.encoded.encoding, whole.encoded.rows, whole.encoded.cols, first.encoded.block)
-    tensors = {"weight": torch.cat([part["weight"] for part in parts])}
-    if "scale" in first:
-        one = encoded.scale_shape == ()
-        tensors["scale"] = first["scale"] if one else torch.cat([part["scale"] for part in parts])
-    return Bundle(tensors, encoded)
+def _join(parts: Iterable[Bundle], whole: Bundle) -> Bundle:
+    """One bundle of consecutive row slices, each given up as soon as its rows are copied."""
+    rows, cols = whole.encoded.rows, whole.encoded.cols
+    weight: torch.Tensor | None = None
+    scales: list[torch.Tensor] = []
+    encoded = whole.encoded
+    done = 0
+    for part in parts:
+        if weight is None:
+            encoded = replace(part.encoded, rows=rows, cols=cols, row_offset=0)
+            weight = part["weight"].new_empty((rows, *part["weight"].shape[1:]))
+        weight[done : done + part.encoded.rows] = part["weight"]
+        done += part.encoded.rows
+        if "scale" in part:
+            scales.append(part["scale"])
+    if weight is None:
+        return whole
+    if not scales:
+        return Bundle({"weight": weight}, encoded)
+    return Bundle({"weight": weight, "scale": scales[0] if encoded.scale_shape == () else torch.cat(scales)}, encoded)
