@@ -107,11 +107,13 @@ def _updater(model: Any, path: Path) -> Iterator[Any]:
     )
 
 
-def update_from_disk(state: Any, key: tuple[str, str, bool], path: Path) -> tuple[bool, str, dict[int, Absorbed]]:
+def update_from_disk(
+    state: Any, key: tuple[str, str, bool], path: Path, load_format: str = "weightprep"
+) -> tuple[bool, str, dict[int, Absorbed]]:
     """sglang's update_weights_from_disk on a model that `load` kept."""
     model = state.models[key]
     with _updater(model, path) as updater:
-        done, message = updater.update_weights_from_disk(str(path), "weightprep")
+        done, message = updater.update_weights_from_disk(str(path), load_format)
     return done, message, live_sglang.absorbed(model)
 
 

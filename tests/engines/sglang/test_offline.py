@@ -113,6 +113,11 @@ def test_one_wrong_byte_in_a_sidecar_is_seen(tp1: Ranks, glm: Path, sidecar: Pat
     assert not torch.equal(changed.bits[0], tp1.run(on_ranks.load, glm)[0][0].bits[0])
 
 
+def test_bf16_is_upstreams_form(tp1: Ranks, glm: Path) -> None:
+    asked = tp1.run(on_ranks.load, glm, extra=on_ranks.GFX950 | {"precision": "bf16"})[0]
+    assert_same_bits(asked, tp1.run(on_ranks.load, glm, "auto", {})[0])
+
+
 def test_nextn_can_be_kept(tp1: Ranks, glm: Path) -> None:
     kept = tp1.run(on_ranks.load, glm, extra=on_ranks.GFX950 | {"nextn": "keep"}, draft=True)[0]
     assert kept[LAYERS].w_kc.dtype is torch.bfloat16

@@ -59,6 +59,13 @@ def test_from_distributed(tp1: Ranks, glm: Path, other: Path, wanted: dict[int, 
     assert_followed(after, before, wanted, ALL)
 
 
+def test_from_disk_in_another_load_format(tp1: Ranks, glm: Path, other: Path, wanted: dict[int, Absorbed]) -> None:
+    before = tp1.run(on_ranks.load, glm)[0]
+    done, message, after = tp1.run(on_ranks.update_from_disk, (str(glm), "weightprep", False), other, "auto")[0]
+    assert done, message
+    assert_followed(after, before, wanted, ALL)
+
+
 def test_a_silent_copy_is_detected(tp1: Ranks, glm: Path) -> None:
     tp1.run(on_ranks.load, glm)
     before, after = tp1.run(on_ranks.copy_behind_everybodys_back, (str(glm), "weightprep", False), 1)[0]
