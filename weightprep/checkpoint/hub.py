@@ -8,7 +8,6 @@ checks as local files; a server may send anything, so no answer is read further 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -48,16 +47,19 @@ _WORKERS = 8
 _HTTP_PARTIAL_CONTENT = 206
 
 
-def _transport_errors() -> tuple[type[Exception], ...]:
-    """What the HTTP library of the installed huggingface_hub raises when a connection fails."""
-    try:
-        httpx = importlib.import_module("httpx")
-    except ImportError:
-        return (importlib.import_module("requests").RequestException,)
-    return (httpx.HTTPError,)
+def _transport_error() -> type[Exception]:
+    """What the HTTP library below the installed huggingface_hub raises when a connection fails.
+
+    The library has changed twice (requests, httpx, httpx2). huggingface_hub's own error derives from that library's, so
+    the outermost class that is neither huggingface_hub's nor Python's is its base error, whichever library it is.
+    """
+    foreign = [
+        c for c in HfHubHTTPError.__mro__ if c.__module__.partition(".")[0] not in ("huggingface_hub", "builtins")
+    ]
+    return foreign[-1] if foreign else HfHubHTTPError
 
 
-_TRANSPORT_ERRORS = _transport_errors()
+_TRANSPORT_ERROR = _transport_error()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,7 @@ def _get_range(url: str, begin: int, count: int, path: Path) -> tuple[bytes, int
                     got += chunk[: count - len(got)]
                     if len(got) == count:
                         break
-        except _TRANSPORT_ERRORS as error:
+        except _TRANSPORT_ERROR as error:
             failure = error
         if size is not None and len(got) >= min(count, size - begin):
             return bytes(got), size
@@ -214,8 +216,9 @@ def _explained(hub: HubSource) -> Iterator[None]:
     except EntryNotFoundError as error:
         remedy = "choose a repository that holds a whole model"
         raise _refused(hub, f"a missing file ({_first_line(error)})", remedy) from None
-    except (HfHubHTTPError, HFValidationError, OSError, *_TRANSPORT_ERRORS) as error:
-        raise _refused(hub, f"{type(error).__name__}: {_first_line(error)}", "try again later") from error
+    except (HfHubHTTPError, HFValidationError, OSError, _TRANSPORT_ERROR) as error:
+        found = f"no such local directory, and the hub cannot be asked ({type(error).__name__}: {_first_line(error)})"
+        raise _refused(hub, found, "check the spelling of the path, or the network and try again") from error
 
 
 def _first_line(error: Exception) -> str:
