@@ -53,10 +53,9 @@ def _transport_error() -> type[Exception]:
     The library has changed twice (requests, httpx, httpx2). huggingface_hub's own error derives from that library's, so
     the outermost class that is neither huggingface_hub's nor Python's is its base error, whichever library it is.
     """
-    foreign = [
-        c for c in HfHubHTTPError.__mro__ if c.__module__.partition(".")[0] not in ("huggingface_hub", "builtins")
-    ]
-    return foreign[-1] if foreign else HfHubHTTPError
+    own = ("huggingface_hub", "builtins")
+    foreign: list[type[Exception]] = [c for c in HfHubHTTPError.__mro__ if c.__module__.partition(".")[0] not in own]
+    return foreign[-1]
 
 
 _TRANSPORT_ERROR = _transport_error()

@@ -24,7 +24,11 @@ _DEFAULT_ENGINE = "sglang==0.5.23"
 def inspect(
     src: Annotated[Path, typer.Argument(help="The checkpoint directory, or org/name[@revision] on the hub.")],
     target: Annotated[
-        list[str] | None, typer.Option(help="gfx950, gfx942, sm90, sm100 or cpu; may be repeated. Default: gfx950.")
+        list[str] | None,
+        typer.Option(
+            help="gfx950 (MI350X, MI355X), gfx942 (MI300X), sm90 (H100, H200), sm100 (B200) or cpu; may be repeated. "
+            "Default: gfx950."
+        ),
     ] = None,
     engine: Annotated[str, typer.Option(help="The engine whose gates are evaluated.")] = _DEFAULT_ENGINE,
     recipe: Annotated[str | None, typer.Option(help="Recipe name or YAML file; default: by architecture.")] = None,
@@ -80,12 +84,16 @@ def inspect(
     print(f"recipe {model.recipe.name}, {engine}\n")
     if model.recipe.nothing_to_convert is not None:
         print(f"nothing to convert: {model.recipe.nothing_to_convert}")
+        return None
     _print_table(forecasts)
-    slow = sum(not layer.today.fast for layer in forecasts)
-    if slow and any(layer.prepared.fast and not layer.today.fast for layer in forecasts):
-        say(
-            f"{slow} of {len(forecasts)} layer(s) are slow today: add --load-format weightprep, or `weightprep convert`"
-        )
+    for name in target or ["gfx950"]:
+        layers = [layer for layer in forecasts if layer.target == name]
+        mended = sum(layer.prepared.fast and not layer.today.fast for layer in layers)
+        if mended:
+            say(
+                f"{name}: {mended} of {len(layers)} layer(s) are slow today and fast once prepared: "
+                "add --load-format weightprep, or `weightprep convert`"
+            )
     return None
 
 

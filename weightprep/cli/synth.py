@@ -19,7 +19,13 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "K
 @command
 def synth(
     dst: Annotated[Path, typer.Argument(help="The directory to write.")],
-    arch: Annotated[str, typer.Option(help="Architecture, by the name of its recipe.")] = "glm_moe_dsa",
+    arch: Annotated[
+        str,
+        typer.Option(
+            help="glm_moe_dsa, glm4_moe_lite, deepseek_v2_lite, deepseek_v3, "
+            "deepseek_v32, deepseek_v4, kimi_k2 or kimi_k25."
+        ),
+    ] = "glm_moe_dsa",
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers; NextN layers come on top.")] = 3,
     shards: Annotated[int, typer.Option(min=1, help="Files; 1 has no index.")] = 3,
     encoding: Annotated[str, typer.Option(help="bf16, fp8_block, ...: how the weights are stored.")] = "bf16",

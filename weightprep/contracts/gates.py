@@ -105,7 +105,10 @@ def predict(target: str, engine_version: str, attributes: Mapping[str, str]) -> 
     """
     if target not in TARGETS:
         raise EngineError(
-            f"target {target}", found="unknown", wanted=f"one of {', '.join(TARGETS)}", remedy="correct --target"
+            f"target {target}",
+            found="unknown",
+            wanted=f"one of {', '.join(TARGETS)}",
+            remedy="name the architecture: gfx950 is MI350X and MI355X, gfx942 MI300X, sm90 H100 and H200, sm100 B200",
         )
     version = engine_version_of(engine_version)
     q, v = (_select(matmul, target, version, attributes) for matmul in ("q", "v"))
