@@ -17,7 +17,7 @@ from weightprep.checkpoint.writer import ShardWriter, fsync_directory
 from weightprep.convert.journal import Entry, Journal, tree_of
 from weightprep.convert.module import convert_module
 from weightprep.convert.placing import place_file, replace_file
-from weightprep.convert.plan import ConversionPlan, ShardJob, SourceStamp
+from weightprep.convert.plan import ConversionPlan, ModuleJob, ShardJob, SourceStamp
 from weightprep.errors import CheckpointError
 
 __all__ = ["FileRunner", "Progress", "ResumableError", "check_unchanged"]
@@ -118,14 +118,18 @@ class FileRunner:
             copied: list[TensorRef] = [tensor.copied for tensor in job.tensors if tensor.copied is not None]
             writer.copy(copied)
             for module in job.modules:
-                converted = convert_module(module, self._plan.model.dims, self._plan.options.listed(job.name))
-                for role, tensor in converted.tensors.items():
-                    writer.write(module.outputs[role].name, tensor)
-                records.append(converted.record)
+                records.append(self._convert(module, job, writer))
                 if self._stop.is_set():
                     raise _StoppedError
             writer.finish()
         return tuple(records)
+
+    def _convert(self, module: ModuleJob, job: ShardJob, writer: ShardWriter) -> ModuleRecord:
+        """In a function of its own, so that one module's tensors are gone before the next one's are read."""
+        converted = convert_module(module, self._plan.model.dims, self._plan.options.listed(job.name))
+        for role, tensor in converted.tensors.items():
+            writer.write(module.outputs[role].name, tensor)
+        return converted.record
 
     def _on_bytes(self, job: ShardJob) -> Callable[[int], None]:
         def advance(nbytes: int) -> None:
