@@ -13,6 +13,7 @@ from weightprep.checkpoint.manifest import MANIFEST_NAME
 from weightprep.checkpoint.reader import SourceModule, find_module
 from weightprep.checkpoint.repository import INDEX_NAME, Checkpoint
 from weightprep.checkpoint.writer import describe
+from weightprep.convert.coverage import check_coverage
 from weightprep.convert.inline import inline_jobs, inline_texts
 from weightprep.convert.options import PARTIAL_SUFFIX, SIDECAR_DIR, ConvertOptions, Layout
 from weightprep.convert.plan import ConversionPlan, Fate, ModuleJob, PassedModule, SourceStamp, TensorFate
@@ -110,8 +111,10 @@ def find_modules(
 ) -> tuple[list[tuple[ModulePlan, SourceModule]], list[ModulePlan]]:
     """The modules that the checkpoint has, and those of layers that it does not have at all.
 
-    :raises RecipeError: a layer is there without a module that the recipe wants of it
+    :raises RecipeError: a layer is there without a module that the recipe wants of it, or a module of such a kind is
+        there in a layer that config.json does not count
     """
+    check_coverage(model, checkpoint.tensors)
     hint = checkpoint.config.weight_block_size
     layers = {prefix for name in checkpoint.tensors for prefix in _prefixes(name)}
     found: list[tuple[ModulePlan, SourceModule]] = []

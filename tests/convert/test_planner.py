@@ -1,0 +1,93 @@
+"""Planning covers every module that the recipe names, or refuses; nothing is left as it is in silence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from weightprep.cli import app
+from weightprep.convert.options import ConvertOptions
+from weightprep.convert.planner import plan_contents
+from weightprep.errors import RecipeError, WeightprepError
+from weightprep.synth import synthesize
+
+NEXTN_KV_B = "model.layers.2.self_attn.kv_b_proj"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return synthesize(tmp_path / "src", layers=2, shards=1)
+
+
+def edit_config(root: Path, change: Callable[[dict[str, object]], object]) -> None:
+    config = json.loads((root / "config.json").read_text())
+    change(config)
+    (root / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("change", "outside"),
+    [
+        (lambda config: config.pop("num_nextn_predict_layers"), [NEXTN_KV_B]),
+        (lambda config: config.update(num_nextn_predict_layers=None), [NEXTN_KV_B]),
+        (lambda config: config.update(num_hidden_layers=1), [NEXTN_KV_B]),
+        (
+            lambda config: config.update(num_hidden_layers=1, num_nextn_predict_layers=0),
+            ["model.layers.1.self_attn.kv_b_proj", NEXTN_KV_B],
+        ),
+    ],
+    ids=["no NextN count", "null NextN count", "too few layers", "too few of both"],
+)
+@pytest.mark.parametrize("nextn", ["convert", "keep"])
+def test_modules_outside_the_planned_layers_are_refused(
+    source: Path, tmp_path: Path, change: Callable[[dict[str, object]], object], outside: list[str], nextn: str
+) -> None:
+    edit_config(source, change)
+    with pytest.raises(RecipeError) as raised:
+        plan_contents(ConvertOptions(source, tmp_path / "dst", nextn=nextn))  # type: ignore[arg-type]
+    for module in outside:
+        assert module in str(raised.value)
+    assert "3 modules" in raised.value.found
+    assert f"{3 - len(outside)}" in raised.value.wanted
+
+
+@pytest.mark.parametrize("arguments", [["convert", "SRC", "DST"], ["inspect", "SRC"], ["inspect", "SRC", "--json"]])
+def test_commands_name_the_modules_outside(source: Path, tmp_path: Path, arguments: list[str]) -> None:
+    edit_config(source, lambda config: config.pop("num_nextn_predict_layers"))
+    paths = {"SRC": str(source), "DST": str(tmp_path / "dst")}
+    outcome = CliRunner().invoke(app, [paths.get(argument, argument) for argument in arguments])
+    assert outcome.exit_code == 2
+    assert NEXTN_KV_B in outcome.output
+    assert not (tmp_path / "dst").exists()
+
+
+def test_kept_nextn_is_no_module_outside(source: Path, tmp_path: Path) -> None:
+    plan = plan_contents(ConvertOptions(source, tmp_path / "dst", nextn="keep"))
+    assert len(plan.modules) == 2
+
+
+def test_wrapper_prefix_is_part_of_the_pattern(tmp_path: Path) -> None:
+    source = synthesize(tmp_path / "src", "kimi_k25", layers=2, shards=1)
+    edit_config(source, lambda config: config["text_config"].update(num_hidden_layers=1))  # type: ignore[index]
+    with pytest.raises(RecipeError, match=r"language_model\.model\.layers\.1\.self_attn\.kv_b_proj"):
+        plan_contents(ConvertOptions(source, tmp_path / "dst", layout=ConvertOptions.layout))
+
+
+@pytest.mark.parametrize(
+    "block", [[0, 128], ["a", "b"], [None, None], [[1], [2]], [1e400, 128], [128], "128", {}, [True, True], [-1, 2]]
+)
+@pytest.mark.parametrize("requantize", [False, True])
+def test_unusable_block_size(tmp_path: Path, block: object, requantize: bool) -> None:
+    """No crash: the tensors themselves show the block, or the config is refused with its own error."""
+    source = synthesize(tmp_path / "src", layers=1, shards=1, encoding="fp8_block")
+    edit_config(source, lambda config: config["quantization_config"].update(weight_block_size=block))  # type: ignore[index]
+    options = ConvertOptions(source, tmp_path / "dst", requantize=requantize)
+    if requantize:
+        with pytest.raises(WeightprepError, match="weight_block_size"):
+            plan_contents(options)
+    else:
+        assert len(plan_contents(options).passed) == 2
