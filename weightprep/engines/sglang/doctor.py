@@ -89,6 +89,19 @@ def _sglang() -> Iterator[Finding]:
         yield Finding("hook target", "problem", f"no {target.anywhere[0]} ({target.purpose})", remedy)
     if not missing:
         yield Finding("hook targets", "ok", f"all {len(versions.TARGETS)} found")
+    yield _compressor(root)
+
+
+def _compressor(root: Path) -> Finding:
+    """Whether DeepSeek-V4's compressor can be spared its widening pass in the sglang at `root`."""
+    # its hooks bring torch and the kernels, which everything above does without
+    from weightprep.engines.sglang.compressor_hooks import compressor_targets
+
+    targets = compressor_targets(root)
+    if targets is None:
+        remedy = "nothing to do unless DeepSeek-V4 is served on ROCm; then use sglang 0.5.15 or later"
+        return Finding("compressor hooks", "note", "this sglang widens no scores, or has no such compressor", remedy)
+    return Finding("compressor hooks", "ok", f"{targets.producer}, {targets.consumer}")
 
 
 def _entry_point(environment: Mapping[str, str]) -> Iterator[Finding]:
