@@ -24,14 +24,15 @@ _MAX_BYTES = 256 * 2**20
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class QualityRecord(_Frozen):
     """How the stored numbers differ from the source's, both in float32.
 
-    :param relative_error: norm of the difference over the norm of the source
-    :param sqnr_db: signal to quantization noise in dB; None where there is no noise at all
+    :param relative_error: norm of the difference over the norm of the source; where the source is zero, 0 if the
+        result is zero too, else 1
+    :param sqnr_db: signal to quantization noise in dB; None where there is no noise or no signal
     :param max_error: largest absolute difference
     :param amax: largest magnitude of the source
     :param head_amax_ratio: largest over smallest per-head maximum; None where a head is zero or there are no heads

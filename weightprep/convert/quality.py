@@ -1,4 +1,8 @@
-"""What a conversion costs: the stored numbers against the source's, both in float32, a slice at a time."""
+"""What a conversion costs: the stored numbers against the source's, a slice at a time.
+
+Differences are taken in float32 and summed in float64, whose range holds the square of any float32: the figures are
+the same at every magnitude of the weight.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +13,22 @@ import torch
 
 from weightprep.checkpoint.manifest import QualityRecord
 from weightprep.convert.slices import rows_per_slice, slices
+from weightprep.errors import CheckpointError
 from weightprep.formats import EncodedShape, Encoding
 from weightprep.formats.e4m3 import decode_e4m3fn
 from weightprep.transforms import Bundle, StepContext
 from weightprep.transforms.dequantize import dequantize
 from weightprep.transforms.stored_absorbed import reassemble
 
-__all__ = ["measure"]
+__all__ = ["is_below", "measure"]
 
 
-def measure(source: Bundle, stored: Bundle, *, heads: int | None) -> QualityRecord:
+def measure(source: Bundle, stored: Bundle, *, heads: int | None, name: str) -> QualityRecord:
     """Compare `stored`, a whole weight or its absorbed matrices, with `source`, a whole weight [N, K].
 
     :param heads: the rows are this many heads of equal size, for the head-amax ratio; None where they are not
+    :param name: the source tensor's name, for errors
+    :raises CheckpointError: a value that is not finite has come out
     """
     rows, cols = source.encoded.rows, source.encoded.cols
     step = rows_per_slice(rows, cols)
@@ -35,6 +42,13 @@ def measure(source: Bundle, stored: Bundle, *, heads: int | None) -> QualityReco
         noise += _square_sum(difference)
         largest_error = max(largest_error, float(difference.abs_().max()))
         torch.amax(original.abs_(), dim=1, out=row_amax[start : start + step])
+    if not (math.isfinite(signal) and math.isfinite(noise) and math.isfinite(largest_error)):
+        raise CheckpointError(
+            name,
+            found="a value that is not finite in the converted weight",
+            wanted="finite numbers",
+            remedy="the weight is too large for this precision: keep it as it is, with another --precision",
+        )
     amax = float(row_amax.max())
     ratio = None
     if heads and rows % heads == 0:
@@ -42,12 +56,19 @@ def measure(source: Bundle, stored: Bundle, *, heads: int | None) -> QualityReco
         smallest = float(head_amax.min())
         ratio = _rounded(amax / smallest) if smallest > 0 else None
     return QualityRecord(
-        relative_error=_rounded(math.sqrt(noise / signal)) if signal else 0.0,
+        relative_error=_rounded(math.sqrt(noise / signal)) if signal else float(noise > 0),
         sqnr_db=_rounded(10 * math.log10(signal / noise)) if noise and signal else None,
         max_error=largest_error,
         amax=amax,
         head_amax_ratio=ratio,
     )
+
+
+def is_below(quality: QualityRecord, floor: float | None) -> bool:
+    """Whether a module misses `floor`, in dB of SQNR; noise without any signal misses every floor."""
+    if floor is None or quality.relative_error == 0:
+        return False
+    return quality.sqnr_db is None or quality.sqnr_db < floor
 
 
 def _values(bundle: Bundle, step: int) -> Iterator[torch.Tensor]:
@@ -60,7 +81,7 @@ def _values(bundle: Bundle, step: int) -> Iterator[torch.Tensor]:
 
 
 def _square_sum(values: torch.Tensor) -> float:
-    flat = values.view(-1)
+    flat = values.view(-1).double()
     return float(torch.dot(flat, flat))
 
 
