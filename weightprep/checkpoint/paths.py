@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NoReturn
 
+from weightprep.checkpoint.json_file import unreadable
 from weightprep.errors import CheckpointError
 
 __all__ = ["check_name", "walk_files"]
@@ -57,10 +59,21 @@ def _resolve(root: Path, path: Path) -> Path:
 def walk_files(root: Path) -> dict[Path, Path]:
     """All files of the repository at `root`: relative path -> real path, in sorted order.
 
-    :raises CheckpointError: a link leads out of the checkpoint, a directory is a link, or something is no regular file
+    :raises CheckpointError: a link leads out of the checkpoint, a directory is a link, something is no regular file,
+        or a directory cannot be read
     """
+    try:
+        return _walk(root)
+    except OSError as error:
+        raise unreadable(Path(error.filename or root), error) from None
+
+
+def _walk(root: Path) -> dict[Path, Path]:
+    def fail(error: OSError) -> NoReturn:
+        raise error
+
     found: dict[Path, Path] = {}
-    for directory, subdirectories, names in os.walk(root):
+    for directory, subdirectories, names in os.walk(root, onerror=fail):
         here = Path(directory)
         if here == root:
             subdirectories[:] = [name for name in subdirectories if name not in _BOOKKEEPING]

@@ -258,5 +258,10 @@ def _show_result(plan: ConversionPlan, result: Result, seconds: float, *, as_jso
         return
     errors = [record.quality.relative_error for record in result.modules]
     print(f"{result.output}: {len(errors)} module(s) converted, relative error {min(errors):.4f}-{max(errors):.4f}")
+    if result.placed.get("hard"):
+        say(f"{result.placed['hard']} shard(s) are hard links: writing into one in place changes the source as well;")
+        say("  --link copy, or reflink where the file system has it, shares nothing")
     say(f"next: weightprep verify {plan.options.source} {plan.options.destination}")
     say(f"then: sglang serve --model-path {plan.options.destination} --load-format weightprep")
+    if plan.options.layout is Layout.INLINE:
+        say("      sglang without weightprep loads this checkpoint as well: leave --load-format out")

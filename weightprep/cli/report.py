@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +33,7 @@ def report(
     from weightprep.convert.report import render_report
 
     page = render_report(dst, None if run is None else read_object(run, max_bytes=_MAX_RUN_BYTES))
-    write_bytes(output, page.encode())
+    write_bytes(output, page.encode(), output.with_name(f".weightprep-report.{os.getpid()}"))
     if json:
         print_json("report", {"path": str(output), "bytes": len(page.encode())})
     else:

@@ -6,9 +6,10 @@ beside it, in the partial directory, and the same command goes on from there.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +17,12 @@ from weightprep import __version__
 from weightprep.checkpoint.manifest import MANIFEST_NAME, SIDECAR_MANIFEST, Manifest, ModuleRecord
 from weightprep.checkpoint.writer import fsync_directory
 from weightprep.convert.files import FileRunner, Progress, ResumableError, check_unchanged
-from weightprep.convert.journal import Entry, Journal, claim, finished_files, parts_of, tree_of
-from weightprep.convert.options import ConvertOptions, Layout, LinkMode, Part, nearest_existing
+from weightprep.convert.journal import Entry, Journal, claim, finished_files, parts_of
+from weightprep.convert.options import Layout, LinkMode, Part, nearest_existing
+from weightprep.convert.partial import commit, put_back, temporary_of, tree_of
 from weightprep.convert.placing import can_link, place_file, replace_file, write_bytes
 from weightprep.convert.plan import ConversionPlan
+from weightprep.convert.quality import is_below
 from weightprep.errors import CheckpointError, QualityError, WeightprepError
 
 __all__ = ["Result", "execute", "needed_bytes"]
@@ -45,11 +48,12 @@ class Result:
     modules: tuple[ModuleRecord, ...]
 
 
-def needed_bytes(plan: ConversionPlan) -> int:
-    """Bytes that a run from the beginning writes."""
-    directory = nearest_existing(plan.options.output)
+def needed_bytes(plan: ConversionPlan, done: Container[str] = ()) -> int:
+    """Bytes that a run writes which finds the files `done` finished."""
+    directory = nearest_existing(plan.options.output.parent)
     link = plan.options.link
-    shards = sum(job.nbytes for job in plan.jobs if job.rewritten or not can_link(job.source, directory, link))
+    todo = [job for job in plan.jobs if job.name not in done]
+    shards = sum(job.nbytes for job in todo if job.rewritten or not can_link(job.source, directory, link))
     return shards + sum(path.stat().st_size for path in plan.copies.values()) + sum(map(len, plan.texts.values()))
 
 
@@ -66,7 +70,7 @@ def execute(plan: ConversionPlan, progress: Progress) -> Result:
     part = options.part or Part(1, parts_of(partial) if options.finish else 1)
     summary = {"source": str(options.source), "destination": str(options.destination), "files": len(plan.jobs)}
     try:
-        claim(partial, plan.identity, part.count, summary, overwrite=options.overwrite)
+        claim(options, plan.identity, part.count, summary)
         with Journal(partial, part) as journal:
             return _locked(plan, part, journal, progress)
     except OSError as error:
@@ -80,6 +84,7 @@ def execute(plan: ConversionPlan, progress: Progress) -> Result:
 
 def _locked(plan: ConversionPlan, part: Part, journal: Journal, progress: Progress) -> Result:
     options, partial = plan.options, plan.options.partial
+    put_back(options)
     done = finished_files(partial)
     mine = [job for number, job in enumerate(plan.jobs) if number % part.count == part.index - 1]
     todo = [] if options.finish else [job for job in mine if job.name not in done]
@@ -100,17 +105,18 @@ def _locked(plan: ConversionPlan, part: Part, journal: Journal, progress: Progre
         if part.count == 1 and not isinstance(error, ResumableError) and not isinstance(error.__context__, OSError):
             shutil.rmtree(partial, ignore_errors=True)
         raise
-    _commit(options)
+    commit(options)
     return Result(options.output, True, len(plan.jobs) - len(todo), runner.placed, records)
 
 
 def _check_space(plan: ConversionPlan, done: Mapping[str, Entry]) -> None:
-    finished = sum(job.nbytes for job in plan.jobs if job.name in done and job.rewritten)
-    needed = needed_bytes(plan) - finished + _SPARE_BYTES
+    needed = needed_bytes(plan, done) + _SPARE_BYTES
     status = os.statvfs(plan.options.partial)
     free = status.f_bavail * status.f_frsize
     if needed > free:
-        raise CheckpointError(
+        # Nothing is kept of a run that has finished nothing.
+        kind = ResumableError if done else CheckpointError
+        raise kind(
             plan.options.output,
             found=f"{free:,} bytes free",
             wanted=f"{needed:,} bytes",
@@ -129,18 +135,13 @@ def _check_quality(plan: ConversionPlan, records: Sequence[ModuleRecord]) -> tup
     :raises QualityError: there are some, and that was not allowed
     """
     floors = {job.source.module: job.plan.min_sqnr_db for job in plan.modules}
-    below = [
-        record
-        for record in records
-        if (floor := floors[record.module]) is not None
-        and record.quality.sqnr_db is not None
-        and record.quality.sqnr_db < floor
-    ]
+    below = [record for record in records if is_below(record.quality, floors[record.module])]
     if below and not plan.options.allow_quality_loss:
-        worst = min(below, key=lambda record: record.quality.sqnr_db or 0.0)
+        worst = min(below, key=lambda record: -math.inf if record.quality.sqnr_db is None else record.quality.sqnr_db)
+        sqnr = "no signal, only noise" if worst.quality.sqnr_db is None else f"{worst.quality.sqnr_db:.2f} dB SQNR"
         raise QualityError(
             worst.module,
-            found=f"{worst.quality.sqnr_db:.2f} dB SQNR ({len(below)} module(s) below the floor)",
+            found=f"{sqnr} ({len(below)} module(s) below the floor)",
             wanted=f"at least {floors[worst.module]:g} dB",
             remedy="keep this precision off the layer, or convert all the same with --allow-quality-loss (recorded)",
         )
@@ -162,9 +163,9 @@ def _write_rest(plan: ConversionPlan, records: tuple[ModuleRecord, ...], below: 
     """Everything that is no shard: other files first, config and index after them, the manifest last."""
     options, tree = plan.options, tree_of(plan.options.partial)
     for relative, source in plan.copies.items():
-        _copy_small(plan, source, tree / relative)
+        _copy_small(plan, source, relative)
     for relative, text in plan.texts.items():
-        write_bytes(tree / relative, text)
+        write_bytes(tree / relative, text, temporary_of(options.partial, relative))
     manifest = Manifest(
         tool_version=__version__,
         layout=options.layout.value,
@@ -179,32 +180,20 @@ def _write_rest(plan: ConversionPlan, records: tuple[ModuleRecord, ...], below: 
         modules=records,
     ).to_json()
     if options.layout is Layout.SIDECAR:
-        write_bytes(tree / (SIDECAR_MANIFEST.name if options.in_place else SIDECAR_MANIFEST), manifest)
+        name = SIDECAR_MANIFEST.name if options.in_place else SIDECAR_MANIFEST
+        write_bytes(tree / name, manifest, temporary_of(options.partial, name))
     if not options.in_place:
-        write_bytes(tree / MANIFEST_NAME, manifest)
+        write_bytes(tree / MANIFEST_NAME, manifest, temporary_of(options.partial, MANIFEST_NAME))
     for directory, _, _ in os.walk(tree):
         fsync_directory(Path(directory))
 
 
-def _copy_small(plan: ConversionPlan, source: Path, target: Path) -> None:
+def _copy_small(plan: ConversionPlan, source: Path, relative: Path) -> None:
     """Never a link: tokenizer and template files are edited in place by their users."""
+    target = tree_of(plan.options.partial) / relative
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(target.name + ".tmp")
+    temporary = temporary_of(plan.options.partial, relative)
     temporary.unlink(missing_ok=True)
     check_unchanged([plan.stamps[source]])
     place_file(source, temporary, LinkMode.COPY, lambda _: None)
     replace_file(temporary, target)
-
-
-def _commit(options: ConvertOptions) -> None:
-    """The one rename. What it replaces is moved aside first and removed only after it."""
-    output, replaced = options.output, options.output.with_name(options.output.name + ".replaced")
-    if output.exists():
-        if any(output.iterdir()):
-            output.rename(replaced)
-        else:
-            output.rmdir()
-    tree_of(options.partial).rename(output)
-    fsync_directory(output.parent)
-    shutil.rmtree(options.partial, ignore_errors=True)
-    shutil.rmtree(replaced, ignore_errors=True)

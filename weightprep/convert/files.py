@@ -14,8 +14,9 @@ from typing import Protocol
 from weightprep.checkpoint.manifest import ModuleRecord
 from weightprep.checkpoint.repository import TensorRef
 from weightprep.checkpoint.writer import ShardWriter, fsync_directory
-from weightprep.convert.journal import Entry, Journal, tree_of
+from weightprep.convert.journal import Entry, Journal
 from weightprep.convert.module import convert_module
+from weightprep.convert.partial import temporary_of, tree_of
 from weightprep.convert.placing import place_file, replace_file
 from weightprep.convert.plan import ConversionPlan, ModuleJob, ShardJob, SourceStamp
 from weightprep.errors import CheckpointError
@@ -87,7 +88,7 @@ class FileRunner:
     def _one(self, job: ShardJob) -> None:
         final = tree_of(self._plan.options.partial) / job.name
         final.parent.mkdir(parents=True, exist_ok=True)
-        temporary = final.with_name(final.name + ".tmp")
+        temporary = temporary_of(self._plan.options.partial, job.name)
         temporary.unlink(missing_ok=True)
         self._progress.begin(job.name, job.nbytes)
         sources = {job.source, *(ref.path for module in job.modules for ref in module.source_refs)}

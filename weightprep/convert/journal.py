@@ -20,13 +20,13 @@ from typing import Any
 from weightprep.checkpoint.json_file import read_object
 from weightprep.checkpoint.manifest import ModuleRecord
 from weightprep.checkpoint.writer import fsync_directory
-from weightprep.convert.options import Part
+from weightprep.convert.options import ConvertOptions, Part
+from weightprep.convert.partial import NAMES, check_partial, make_directories, put_back, tree_of
 from weightprep.errors import CheckpointError
 
-__all__ = ["Entry", "Journal", "claim", "finished_files", "parts_of", "tree_of"]
+__all__ = ["Entry", "Journal", "claim", "finished_files", "parts_of"]
 
 _PLAN = "plan.json"
-_FILES = "files"
 _MAX_PLAN_BYTES = 2**16
 
 
@@ -39,34 +39,40 @@ class Entry:
     modules: tuple[ModuleRecord, ...]
 
 
-def tree_of(partial: Path) -> Path:
-    """Where, in the working directory `partial`, the destination's files are."""
-    return partial / _FILES
+def claim(options: ConvertOptions, identity: str, parts: int, summary: Mapping[str, Any]) -> None:
+    """Make the working directory that of the conversion `identity`, or find that it already is.
 
-
-def claim(partial: Path, identity: str, parts: int, summary: Mapping[str, Any], *, overwrite: bool) -> None:
-    """Make `partial` the working directory of the conversion `identity`, or find that it already is.
+    With --overwrite another conversion's partial result is removed, if nobody is working on it.
 
     :param parts: how many journals the work is spread over
     :param summary: further fields for a person who finds the directory
-    :param overwrite: remove another conversion's partial result that nobody is working on
     :raises CheckpointError: another conversion's partial result is there, or something else
     """
-    plan_path = partial / _PLAN
-    if plan_path.exists() and not tree_of(partial).exists():
+    partial = options.partial
+    check_partial(partial)
+    if (partial / _PLAN).exists() and not tree_of(partial).exists():
         # Left by a run that was killed between its last rename and the clearing up.
-        _discard(partial)
-    elif partial.exists() and not plan_path.exists():
-        strangers = [entry for entry in partial.iterdir() if entry.name != _FILES and not entry.name.startswith(_PLAN)]
-        if strangers:
-            raise _foreign(partial, "files that no conversion of weightprep left there")
-    tree_of(partial).mkdir(parents=True, exist_ok=True)
+        _discard(options)
+    elif partial.exists() and _strangers(partial):
+        raise _foreign(partial, "files that no conversion of weightprep left there")
+    make_directories(partial)
     if _claimed(partial, identity, parts, summary):
         return
-    if not overwrite:
-        raise _foreign(partial, "the partial result of another conversion, or of this one before its source changed")
-    _discard(partial)
-    claim(partial, identity, parts, summary, overwrite=False)
+    another = _foreign(partial, "the partial result of another conversion, or of this one before its source changed")
+    if not options.overwrite:
+        raise another
+    _discard(options)
+    make_directories(partial)
+    if not _claimed(partial, identity, parts, summary):
+        raise another
+
+
+def _strangers(partial: Path) -> bool:
+    """Whether there is more than what a run makes before its plan."""
+    found = any(entry.name not in NAMES and not entry.name.startswith(_PLAN) for entry in partial.iterdir())
+    found = found or any(name.exists() and any(name.iterdir()) for name in (partial / name for name in NAMES))
+    # Looked at last: another part of the job array may have put its plan down and begun in the meantime.
+    return found and not (partial / _PLAN).exists()
 
 
 def parts_of(partial: Path) -> int:
@@ -74,6 +80,13 @@ def parts_of(partial: Path) -> int:
 
     :raises CheckpointError: nothing was begun there
     """
+    if not (partial / _PLAN).exists():
+        raise CheckpointError(
+            partial,
+            found="nothing: no conversion in parts was started",
+            wanted="the work of every part of a job array",
+            remedy="run every part first (--part 1/n ... --part n/n), or convert without --part and --finish",
+        )
     parts = read_object(partial / _PLAN, max_bytes=_MAX_PLAN_BYTES).get("parts")
     if type(parts) is not int or parts < 1:
         raise _foreign(partial, f"a plan of {parts!r} parts")
@@ -85,7 +98,8 @@ def _claimed(partial: Path, identity: str, parts: int, summary: Mapping[str, Any
     # Written under a name of its own and linked: of two processes that start at once, one plan wins whole.
     wanted = {"identity": identity, "parts": parts}
     draft = partial / f"{_PLAN}.{os.uname().nodename}.{os.getpid()}"
-    with draft.open("w") as file:
+    draft.unlink(missing_ok=True)
+    with draft.open("x") as file:
         json.dump({**wanted, **summary}, file, indent=2)
         file.write("\n")
         file.flush()
@@ -101,14 +115,15 @@ def _claimed(partial: Path, identity: str, parts: int, summary: Mapping[str, Any
     return True
 
 
-def _discard(partial: Path) -> None:
-    for path in partial.glob("journal-*.jsonl"):
+def _discard(options: ConvertOptions) -> None:
+    for path in options.partial.glob("journal-*.jsonl"):
         with path.open() as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise _busy(partial) from None
-    shutil.rmtree(partial)
+                raise _busy(options.partial) from None
+    put_back(options)
+    shutil.rmtree(options.partial)
 
 
 def _foreign(partial: Path, found: str) -> CheckpointError:
@@ -137,7 +152,8 @@ class Journal:
 
     def __init__(self, partial: Path, part: Part) -> None:
         self._path = partial / f"journal-{part.index}-of-{part.count}.jsonl"
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = os.open(self._path, flags, 0o644)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             alive = self._path.stat().st_ino == os.fstat(self._fd).st_ino

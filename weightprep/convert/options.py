@@ -15,6 +15,9 @@ __all__ = ["PARTIAL_SUFFIX", "SIDECAR_DIR", "ConvertOptions", "Layout", "LinkMod
 
 # A sibling of the destination, so that the final rename stays on one file system.
 PARTIAL_SUFFIX = ".partial"
+# NAME_MAX and, less what may come below the destination, PATH_MAX of Linux.
+_MAX_NAME_BYTES = 255
+_MAX_PATH_BYTES = 4096 - 512
 SIDECAR_DIR = "weightprep"
 
 
@@ -67,6 +70,11 @@ class ConvertOptions:
     finish: bool = False
     overwrite: bool = False
 
+    def __post_init__(self) -> None:
+        """`.` and `..` have no siblings, and the current directory itself may be replaced."""
+        if self.destination.name in ("", ".."):
+            object.__setattr__(self, "destination", _real(self.destination))
+
     @property
     def in_place(self) -> bool:
         """Whether a sidecar is added to the source directory itself."""
@@ -100,6 +108,7 @@ class ConvertOptions:
             if source.is_relative_to(destination):
                 raise _refuse(destination, "a directory that contains the source", "a directory outside it")
         output = self.output
+        _check_length(self.partial)
         if output.is_symlink() or (output.exists() and not output.is_dir()):
             raise _refuse(output, "something that is not a directory", "a new or empty directory")
         if output.exists() and any(output.iterdir()):
@@ -114,6 +123,18 @@ class ConvertOptions:
 
 def _real(path: Path) -> Path:
     return Path(os.path.realpath(path))
+
+
+def _check_length(partial: Path) -> None:
+    name = max(map(len, map(os.fsencode, partial.parts)))
+    whole = len(os.fsencode(partial.absolute()))
+    if name > _MAX_NAME_BYTES or whole > _MAX_PATH_BYTES:
+        raise CheckpointError(
+            str(partial)[:200],
+            found=f"a path of {whole} bytes with a part of {name}",
+            wanted=f"at most {_MAX_PATH_BYTES} bytes, and {_MAX_NAME_BYTES} in each part",
+            remedy="choose a shorter name for the destination",
+        )
 
 
 def nearest_existing(path: Path) -> Path:

@@ -116,9 +116,8 @@ def replace_file(temporary: Path, final: Path) -> None:
     temporary.unlink(missing_ok=True)
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a small file whole: under a temporary name, synced, renamed."""
-    temporary = path.with_name(path.name + ".tmp")
+def write_bytes(path: Path, data: bytes, temporary: Path) -> None:
+    """Write a small file whole: as `temporary` on the same file system, synced, renamed."""
     temporary.unlink(missing_ok=True)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
