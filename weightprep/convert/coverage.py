@@ -1,7 +1,8 @@
 """Finds modules that a recipe speaks of and a config does not: a layer that nobody counted must not stay as it is.
 
 A config.json without num_nextn_predict_layers, or with too small a num_hidden_layers, plans fewer layers than the
-checkpoint has. The rest would be served unprepared, and no one would be told.
+checkpoint has. The rest would be served unprepared, and no one would be told. A recipe that does not name NextN layers
+leaves them on purpose, and layers that follow the decoder's are then no fault.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable
 from weightprep.errors import RecipeError
 from weightprep.formats.encoding import FOREIGN_SUFFIXES, WEIGHT_SUFFIXES
 from weightprep.recipe import ModelPlan
+from weightprep.recipe.resolve import NEXTN_GROUP
 
 __all__ = ["check_coverage"]
 
@@ -42,13 +44,14 @@ def check_coverage(model: ModelPlan, tensors: Iterable[str]) -> None:
 
 
 def _pattern(model: ModelPlan) -> re.Pattern[str]:
-    """Every source of the recipe with any number for its placeholders; matches nothing where it has no modules."""
+    """Every source that covers NextN layers too, any number for its placeholders; without one, matches nothing."""
     recipe = model.recipe
     wrapper = recipe.wrappers.get(model.architecture)
     root = wrapper.prefix if wrapper is not None else ""
     sources = [
         module.source.replace("{prefix}", root + recipe.layers[group].prefix)
         for module in recipe.modules.values()
+        if NEXTN_GROUP in module.on
         for group in module.on
     ]
     return re.compile("|".join(_any_number(source) for source in dict.fromkeys(sources)) or r"(?!)")
