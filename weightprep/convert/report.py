@@ -98,13 +98,15 @@ def _by_group(manifest: Manifest, value: Any) -> list[_Series]:
 
 
 def _plot(title: str, series: Sequence[_Series]) -> str:
+    from matplotlib.ticker import MaxNLocator
+
     def draw(axes: Axes) -> None:
         for entry in series:
             points = [(layer, value) for layer, value in entry.points if value is not None]
             axes.plot([layer for layer, _ in points], [value for _, value in points], "o", ms=4, label=entry.label)
         axes.set_xlabel("layer")
         axes.set_title(title, loc="left", fontsize=11)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend(frameon=False)
         axes.grid(axis="y", alpha=0.3)
 
