@@ -172,6 +172,28 @@ class TestForeignPartial:
         refused(convert(source, tmp_path / "dst"), "no conversion of weightprep")
         assert (tmp_path / "dst.partial" / "files" / "thesis.tex").exists()
 
+    @pytest.mark.parametrize("flags", [[], ["--overwrite"]])
+    @pytest.mark.parametrize("plan", ['{"title": "holidays"}', '{"identity": "0", "parts": 1}'])
+    @pytest.mark.parametrize("directory", ["files", "notes"])
+    def test_plan_of_something_else(
+        self, source: Path, tmp_path: Path, plan: str, directory: str, flags: list[str]
+    ) -> None:
+        (tmp_path / "dst.partial" / directory).mkdir(parents=True)
+        (tmp_path / "dst.partial" / "plan.json").write_text(plan)
+        (tmp_path / "dst.partial" / "thesis.tex").write_text("mine")
+        refused(convert(source, tmp_path / "dst", *flags), "no conversion of weightprep")
+        assert sorted(path.name for path in (tmp_path / "dst.partial").iterdir()) == [
+            directory,
+            "plan.json",
+            "thesis.tex",
+        ]
+
+    def test_plan_alone_of_something_else(self, source: Path, tmp_path: Path) -> None:
+        (tmp_path / "dst.partial").mkdir()
+        (tmp_path / "dst.partial" / "plan.json").write_text('{"title": "holidays"}')
+        refused(convert(source, tmp_path / "dst", "--overwrite"), "no conversion of weightprep")
+        assert (tmp_path / "dst.partial" / "plan.json").exists()
+
     def test_link_among_the_files_of_an_interrupted_run(self, source: Path, tmp_path: Path) -> None:
         def interrupt() -> None:
             raise KeyboardInterrupt

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ __all__ = ["Entry", "Journal", "claim", "finished_files", "parts_of"]
 
 _PLAN = "plan.json"
 _MAX_PLAN_BYTES = 2**16
+# With what NFS leaves of a file that was removed while it was open.
+_OUR_FILES = re.compile(r"plan\.json|journal-\d+-of-\d+\.jsonl$|\.nfs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +53,11 @@ def claim(options: ConvertOptions, identity: str, parts: int, summary: Mapping[s
     """
     partial = options.partial
     check_partial(partial)
+    if partial.exists() and not _ours(partial):
+        raise _foreign(partial, "files that no conversion of weightprep left there", "remove or rename the directory")
     if (partial / _PLAN).exists() and not tree_of(partial).exists():
         # Left by a run that was killed between its last rename and the clearing up.
         _discard(options)
-    elif partial.exists() and _strangers(partial):
-        raise _foreign(partial, "files that no conversion of weightprep left there")
     make_directories(partial)
     if _claimed(partial, identity, parts, summary):
         return
@@ -67,12 +70,15 @@ def claim(options: ConvertOptions, identity: str, parts: int, summary: Mapping[s
         raise another
 
 
-def _strangers(partial: Path) -> bool:
-    """Whether there is more than what a run makes before its plan."""
-    found = any(entry.name not in NAMES and not entry.name.startswith(_PLAN) for entry in partial.iterdir())
-    found = found or any(name.exists() and any(name.iterdir()) for name in (partial / name for name in NAMES))
+def _ours(partial: Path) -> bool:
+    """Whether what is there can have been left by a run, and may be removed if its time is over."""
+    if not all(entry.name in NAMES or _OUR_FILES.match(entry.name) for entry in partial.iterdir()):
+        return False
+    begun = any(path.exists() and any(path.iterdir()) for path in (partial / name for name in NAMES))
     # Looked at last: another part of the job array may have put its plan down and begun in the meantime.
-    return found and not (partial / _PLAN).exists()
+    if not (partial / _PLAN).exists():
+        return not begun
+    return isinstance(read_object(partial / _PLAN, max_bytes=_MAX_PLAN_BYTES).get("identity"), str)
 
 
 def parts_of(partial: Path) -> int:
@@ -126,12 +132,16 @@ def _discard(options: ConvertOptions) -> None:
     shutil.rmtree(options.partial)
 
 
-def _foreign(partial: Path, found: str) -> CheckpointError:
+def _foreign(
+    partial: Path,
+    found: str,
+    remedy: str = "repeat the command that began it, or remove the directory (--overwrite does)",
+) -> CheckpointError:
     return CheckpointError(
         partial,
         found=found,
         wanted="the partial result of this very conversion, or nothing",
-        remedy="repeat the command that began it, or remove the directory (--overwrite does)",
+        remedy=remedy,
     )
 
 
