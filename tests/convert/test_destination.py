@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -295,6 +296,17 @@ class TestHowTheDestinationIsNamed:
     def test_too_long(self, source: Path, tmp_path: Path, name: str) -> None:
         refused(convert(source, tmp_path / name), "shorter")
         assert list(tmp_path.iterdir()) == []
+
+    def test_mount_point(self, source: Path, tmp_path: Path) -> None:
+        (tmp_path / "dst").mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", "size=20m", "none", str(tmp_path / "dst")]
+        if os.geteuid() or subprocess.run(command, check=False).returncode:
+            pytest.skip("cannot mount a tmpfs here; that a mount point is refused before the work is not tried")
+        try:
+            refused(convert(source, tmp_path / "dst"), "a mount point")
+        finally:
+            subprocess.run(["umount", str(tmp_path / "dst")], check=True)
+        assert [path.name for path in tmp_path.iterdir()] == ["dst"]
 
     def test_as_long_as_it_may_be(self, source: Path, tmp_path: Path) -> None:
         assert convert(source, tmp_path / ("x" * 247)).exit_code == 0

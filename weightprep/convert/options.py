@@ -111,6 +111,9 @@ class ConvertOptions:
         _check_length(self.partial)
         if output.is_symlink() or (output.exists() and not output.is_dir()):
             raise _refuse(output, "something that is not a directory", "a new or empty directory")
+        if output.is_mount():
+            # It cannot be renamed over, and its sibling is on another disk.
+            raise _refuse(output, "a mount point", "a directory below it")
         if output.exists() and any(output.iterdir()):
             if not self.overwrite:
                 raise _refuse(output, "files in it", "a new or empty directory", "or add --overwrite to replace it")
