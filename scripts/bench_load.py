@@ -11,6 +11,7 @@ for gfx950, `weightprep` online, inline and sidecar loads main model and draft, 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import subprocess
@@ -135,6 +136,8 @@ def time_load(state: Any, path: Path, load_format: str, extra: dict[str, Any], c
     kept = DefaultModelLoader.__dict__["postprocess_weights"]
     DefaultModelLoader.postprocess_weights = staticmethod(lambda model, device: None)
     Preparation._prepare, upstream._use_aiter_gfx95 = timed, cast
+    # sglang's models are reference cycles of several GB each
+    gc.collect()
     try:
         start = time.perf_counter()
         for draft in (False, True):
