@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -191,7 +192,127 @@ def manifest_of_another_recipe(root: Path) -> None:
     edit(root / "weightprep.json", lambda manifest: manifest.update({"recipe_hash": "0" * 64}))
 
 
+def manifest_reversed(root: Path) -> None:
+    edit(root / "weightprep.json", lambda manifest: manifest["modules"].reverse())
+
+
+def manifest_with_a_record_twice(root: Path) -> None:
+    edit(root / "weightprep.json", lambda manifest: manifest["modules"].append(manifest["modules"][0]))
+
+
+def manifest_spaced(root: Path) -> None:
+    with (root / "weightprep.json").open("ab") as file:
+        file.write(b" ")
+
+
+def header_of(path: Path) -> tuple[dict[str, dict[str, object]], bytes]:
+    raw = path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
+def rewrite(path: Path, header: str, data: bytes) -> None:
+    path.unlink()
+    path.write_bytes(struct.pack("<Q", len(header.encode())) + header.encode() + data)
+
+
+def header_edited(change: Callable[[dict[str, object]], object]) -> Callable[[Path], None]:
+    def spoil(root: Path) -> None:
+        path = file_of(root, "model.norm.weight")
+        header, data = header_of(path)
+        change(header["model.norm.weight"])
+        rewrite(path, json.dumps(header), data)
+
+    return spoil
+
+
+def header_with_a_key_twice(root: Path) -> None:
+    path = file_of(root, "model.norm.weight")
+    header, data = header_of(path)
+    twice = json.dumps({"model.norm.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}})[:-1]
+    rewrite(path, twice + ", " + json.dumps(header)[1:], data)
+
+
+def header_without_metadata(root: Path) -> None:
+    path = file_of(root, "model.norm.weight")
+    header, data = header_of(path)
+    del header["__metadata__"]
+    rewrite(path, json.dumps(header), data)
+
+
+def header_nested_deeply(root: Path) -> None:
+    rewrite(file_of(root, "model.norm.weight"), "[" * 100_000, b"")
+
+
+def header_with_an_infinite_size(root: Path) -> None:
+    path = file_of(root, "model.norm.weight")
+    header, data = header_of(path)
+    header["model.norm.weight"]["shape"] = ["SIZE"]
+    rewrite(path, json.dumps(header).replace('"SIZE"', "1e400"), data)
+
+
+def index_with_a_key_twice(root: Path) -> None:
+    path = root / "model.safetensors.index.json"
+    opening = '"weight_map": {'
+    text = path.read_text()
+    path.write_text(text.replace(opening, opening + '"model.norm.weight": "evil.safetensors", ', 1))
+
+
+def index_nested_deeply(root: Path) -> None:
+    (root / "model.safetensors.index.json").write_text("[" * 100_000)
+
+
+def index_gone(root: Path) -> None:
+    (root / "model.safetensors.index.json").unlink()
+
+
+def index_with_more(root: Path) -> None:
+    edit(root / "model.safetensors.index.json", lambda index: index.update({"more": 1}))
+
+
+def index_total_as_text(root: Path) -> None:
+    edit(
+        root / "model.safetensors.index.json",
+        lambda index: index["metadata"].update({"total_size": str(index["metadata"]["total_size"])}),
+    )
+
+
+def index_is_a_pipe(root: Path) -> None:
+    index_gone(root)
+    os.mkfifo(root / "model.safetensors.index.json")
+
+
+def shard_is_a_pipe(root: Path) -> None:
+    path = file_of(root, "model.norm.weight")
+    path.unlink()
+    os.mkfifo(path)
+
+
+def shard_is_a_link(root: Path) -> None:
+    path = file_of(root, "model.norm.weight")
+    path.rename(root.parent / path.name)
+    path.symlink_to(root.parent / path.name)
+
+
 SPOILERS = [
+    manifest_reversed,
+    manifest_with_a_record_twice,
+    manifest_spaced,
+    header_with_an_infinite_size,
+    header_edited(lambda entry: entry.update(shape=[float(size) for size in entry["shape"]])),
+    header_edited(lambda entry: entry.update(data_offsets=[str(offset) for offset in entry["data_offsets"]])),
+    header_edited(lambda entry: entry.update(more=1)),
+    header_with_a_key_twice,
+    header_without_metadata,
+    header_nested_deeply,
+    index_with_a_key_twice,
+    index_nested_deeply,
+    index_gone,
+    index_with_more,
+    index_total_as_text,
+    index_is_a_pipe,
+    shard_is_a_pipe,
+    shard_is_a_link,
     drop_untouched,
     drop_converted,
     tensor_in_two_shards,
@@ -253,3 +374,100 @@ def test_source_that_changed_makes_a_sidecar_stale(pair: tuple[Path, Path], tmp_
 
 def test_result_that_is_no_directory_is_a_usage_error(pair: tuple[Path, Path], tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["verify", str(pair[0]), str(tmp_path / "nothing")]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["evil.py", "pytorch_model.bin", "hf_quant_config.json", "adapter_config.json", "sub/model.safetensors", "a.TMP"],
+)
+def test_file_too_many(spoiled: tuple[Path, Path], name: str) -> None:
+    source, result = spoiled
+    (result / name).parent.mkdir(exist_ok=True)
+    (result / name).write_text("{}")
+    found = verify(source, result).findings
+    assert [(Path(finding.subject), finding.found) for finding in found] == [
+        (result / name, "a file that nothing accounts for")
+    ]
+
+
+def test_bookkeeping_of_git_is_no_content(spoiled: tuple[Path, Path]) -> None:
+    source, result = spoiled
+    (result / ".git").mkdir()
+    (result / ".git" / "HEAD").write_text("ref: refs/heads/main")
+    assert verify(source, result).findings == ()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tool_version", "9.9"),
+        ("quality_loss_allowed", True),
+        ("below_floor", [KV_B]),
+        ("dropped", ["model.norm.weight"]),
+        ("nextn", "keep"),
+        ("recipe_hash", "0" * 64),
+        ("recipe", "deepseek_v3"),
+        ("precision", "bf16"),
+        ("precision", "int3"),
+    ],
+)
+def test_manifest_field_that_is_not_so(spoiled: tuple[Path, Path], key: str, value: object) -> None:
+    source, result = spoiled
+    paths = [path for path in (result / "weightprep.json", result / "weightprep/manifest.json") if path.exists()]
+    for path in paths:
+        text = json.loads(path.read_text()) | {key: value}
+        path.write_text(json.dumps(text, indent=2, ensure_ascii=False) + "\n")
+    assert CliRunner().invoke(app, ["verify", str(source), str(result)]).exit_code == 1
+
+
+@pytest.mark.parametrize("field", ["module", "layer", "group", "file", "source_encoding", "target_encoding", "scale"])
+def test_record_field_that_is_not_so(spoiled: tuple[Path, Path], field: str) -> None:
+    source, result = spoiled
+
+    def change(manifest: dict[str, list[dict[str, object]]]) -> None:
+        record = manifest["modules"][1]
+        record[field] = f"{record[field]}x" if isinstance(record[field], str) else record[field] + 1
+
+    for path in (result / "weightprep.json", result / "weightprep/manifest.json"):
+        if path.exists():
+            edit(path, change)
+            path.write_text(path.read_text() + "\n")
+    found = verify(source, result).findings
+    assert found
+    assert all("not written as" not in finding.found for finding in found)
+
+
+def test_missing_shard_is_named_first_and_its_tensors_are_not(spoiled: tuple[Path, Path]) -> None:
+    source, result = spoiled
+    path = file_of(result, "model.norm.weight")
+    path.unlink()
+    found = verify(source, result).findings
+    assert (found[0].subject, found[0].found) == (str(path), "no such file")
+    assert len(found) == 1
+
+
+def test_swapped_arguments(pair: tuple[Path, Path]) -> None:
+    outcome = CliRunner().invoke(app, ["verify", str(pair[1]), str(pair[0])])
+    assert outcome.exit_code == 1
+    assert "are the arguments swapped?" in outcome.output
+
+
+def test_floor_is_judged_and_a_waiver_is_told(tmp_path: Path) -> None:
+    """A floor that fp8 cannot reach: refused, converted when allowed, and verify says so."""
+    source = synthesize(tmp_path / "src", layers=1, shards=1)
+    text = (Path(__file__).parents[2] / "configs" / "glm_moe_dsa.yaml").read_text()
+    (tmp_path / "glm_moe_dsa.yaml").write_text(text.replace("min_sqnr_db: 28", "min_sqnr_db: 90"))
+    arguments = [str(source), str(tmp_path / "dst"), "--recipe", str(tmp_path / "glm_moe_dsa.yaml")]
+    runner = CliRunner()
+    assert runner.invoke(app, ["convert", *arguments]).exit_code == 1
+    assert runner.invoke(app, ["convert", *arguments, "--allow-quality-loss"]).exit_code == 0
+
+    outcome = runner.invoke(app, ["verify", *arguments])
+    assert outcome.exit_code == 0, outcome.output
+    assert "2 module(s) below the recipe's floor" in outcome.output
+
+    manifest = tmp_path / "dst" / "weightprep.json"
+    manifest.write_text(manifest.read_text().replace('"quality_loss_allowed": true', '"quality_loss_allowed": false'))
+    outcome = runner.invoke(app, ["verify", *arguments])
+    assert outcome.exit_code == 1
+    assert "at least 90 dB" in outcome.output

@@ -41,6 +41,7 @@ def verify(
                 "tensors": verdict.tensors,
                 "modules": verdict.modules,
                 "files": verdict.files,
+                "below_floor": list(verdict.waived),
                 "findings": [
                     {"subject": finding.subject, "found": finding.found, "wanted": finding.wanted}
                     for finding in verdict.findings
@@ -57,6 +58,11 @@ def verify(
                 f"{dst}: sound; {verdict.tensors} tensors compared, {verdict.modules} module(s) converted afresh, "
                 f"{verdict.files} other files"
             )
+    if verdict.waived:
+        say(
+            f"{len(verdict.waived)} module(s) below the recipe's floor, {verdict.waived[0]} first: "
+            "converted with --allow-quality-loss, says the manifest"
+        )
     if verdict.findings:
         say(f"{len(verdict.findings)} finding(s): do not serve {dst}; convert again")
     return 1 if verdict.findings else None

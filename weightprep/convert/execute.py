@@ -174,7 +174,7 @@ def _write_rest(plan: ConversionPlan, records: tuple[ModuleRecord, ...], below: 
         precision=dict(options.precision) if isinstance(options.precision, Mapping) else options.precision,
         nextn=options.nextn,
         requantize=options.requantize,
-        quality_loss_allowed=options.allow_quality_loss,
+        quality_loss_allowed=bool(below),
         below_floor=below,
         dropped=plan.dropped,
         modules=records,

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Finding", "Stored", "read_stored", "same_bytes", "sha256_of", "stored_bytes"]
+from weightprep.checkpoint.json_file import open_regular
+from weightprep.errors import CheckpointError
+
+__all__ = ["Finding", "Stored", "read_json", "read_stored", "same_bytes", "sha256_of", "stored_bytes"]
 
 _CHUNK_BYTES = 4 * 2**20
 _MAX_HEADER_BYTES = 100_000_000
+_MAX_JSON_BYTES = 2**28
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +47,23 @@ class Stored:
     end: int
 
 
-def read_stored(path: Path) -> tuple[dict[str, Stored], dict[str, str], list[Finding]]:
-    """The tensors and the metadata of a safetensors file, and what is wrong with it."""
+def read_stored(path: Path) -> tuple[dict[str, Stored], dict[str, str] | None, list[Finding]]:
+    """The tensors and the metadata of a safetensors file, and what is wrong with it; no metadata if unreadable."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
+        with os.fdopen(open_regular(path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
             if length > min(_MAX_HEADER_BYTES, size - 8):
-                return {}, {}, [Finding(str(path), f"a header length of {length}", f"a header inside {size} bytes")]
-            header = json.loads(file.read(length))
+                return {}, None, [Finding(str(path), f"a header length of {length}", f"a header inside {size} bytes")]
+            header = _parse(file.read(length))
         metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("__metadata__ that is not a mapping of strings")
         stored = {name: _stored(name, path, entry, 8 + length) for name, entry in header.items()}
-    except (OSError, struct.error, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        return {}, {}, [Finding(str(path), f"no readable header ({type(error).__name__})", "a safetensors file")]
+    except CheckpointError as error:
+        return {}, None, [Finding(str(path), error.found, "a safetensors file")]
+    except (OSError, ValueError) as error:
+        return {}, None, [Finding(str(path), f"no readable header: {error}", "a safetensors file")]
     findings = []
     end = 8 + length
     for tensor in sorted(stored.values(), key=lambda tensor: (tensor.begin, tensor.end)):
@@ -67,9 +75,40 @@ def read_stored(path: Path) -> tuple[dict[str, Stored], dict[str, str], list[Fin
     return stored, metadata, findings
 
 
-def _stored(name: str, path: Path, entry: dict[str, Any], start: int) -> Stored:
-    begin, end = (int(offset) for offset in entry["data_offsets"])
-    return Stored(name, path, str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), start + begin, start + end)
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in the file at `path`.
+
+    :raises CheckpointError: the file cannot be opened, or is no regular file
+    :raises ValueError: it holds anything but one object, each key once
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        return _parse(file.read(_MAX_JSON_BYTES))
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) != len(pairs):
+            raise ValueError("a key that is given twice")
+        return dict(pairs)
+
+    try:
+        value = json.loads(text, object_pairs_hook=once)
+    except RecursionError:
+        raise ValueError("JSON nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError("JSON that is no object")
+    return value
+
+
+def _stored(name: str, path: Path, entry: object, start: int) -> Stored:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"an entry of {name[:200]!r} that is not dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    # bool is an int, and 2.0 equals 2: neither is what the format has
+    numbers = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [None]
+    if not isinstance(dtype, str) or any(type(n) is not int or n < 0 for n in numbers) or len(offsets) != 2:
+        raise ValueError(f"an entry of {name[:200]!r} with values of other types")
+    return Stored(name, path, dtype, tuple(shape), start + offsets[0], start + offsets[1])
 
 
 def stored_bytes(tensor: Stored) -> Iterator[bytes]:

@@ -7,32 +7,38 @@ finding.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from weightprep import __version__
 from weightprep.checkpoint.manifest import MANIFEST_NAME, SIDECAR_MANIFEST, Manifest, ModuleRecord, read_manifest
-from weightprep.checkpoint.repository import INDEX_NAME
+from weightprep.checkpoint.repository import INDEX_NAME, Checkpoint
+from weightprep.convert.fileset import check_copy, check_file_set, check_index
 from weightprep.convert.module import convert_module
 from weightprep.convert.options import SIDECAR_DIR, ConvertOptions, Layout
 from weightprep.convert.plan import ConversionPlan, ModuleJob
 from weightprep.convert.planner import plan_contents
+from weightprep.convert.quality import is_below
 from weightprep.convert.reread import Finding, Stored, read_stored, same_bytes, sha256_of
 from weightprep.errors import CheckpointError, WeightprepError
+from weightprep.recipe import load_recipe
 
 __all__ = ["Verdict", "verify"]
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was compared, and what is wrong."""
+    """What was compared, and what is wrong.
+
+    :param waived: modules below the recipe's floor for which the manifest says that this was allowed
+    """
 
     tensors: int
     modules: int
     files: int
     findings: tuple[Finding, ...]
+    waived: tuple[str, ...] = ()
 
 
 def verify(
@@ -54,65 +60,86 @@ def verify(
         )
     in_place = source.resolve() == destination.resolve()
     manifest_path = destination / (SIDECAR_MANIFEST if in_place else MANIFEST_NAME)
+    checkpoint = Checkpoint.open(source)
     try:
         manifest = read_manifest(manifest_path)
     except CheckpointError as error:
-        return Verdict(0, 0, 0, (Finding(error.subject, error.found, error.wanted),))
-    plan = plan_contents(
-        ConvertOptions(
-            source=source,
-            destination=destination,
-            recipe=recipe or manifest.recipe,
-            layout=Layout(manifest.layout),
-            precision=manifest.precision,
-            nextn=manifest.nextn,
-            requantize=manifest.requantize,
+        if manifest_path.exists():
+            return _nothing_compared(Finding(error.subject, error.found, error.wanted))
+        swapped = ": are the arguments swapped?" if (source / MANIFEST_NAME).exists() else ""
+        return _nothing_compared(Finding(str(manifest_path), f"no manifest{swapped}", "the one that convert writes"))
+    if recipe is None:
+        load_recipe(manifest.recipe)
+    try:
+        plan = plan_contents(
+            ConvertOptions(
+                source=checkpoint.root,
+                destination=destination,
+                recipe=recipe or manifest.recipe,
+                layout=Layout(manifest.layout),
+                precision=manifest.precision,
+                nextn=manifest.nextn,
+                requantize=manifest.requantize,
+            )
         )
-    )
-    judge = _Judge(plan, manifest, destination, on_bytes)
+    except WeightprepError as error:
+        # the source is sound and the recipe is there, so it is the manifest's word that does not fit
+        return _nothing_compared(Finding(f"{manifest_path}: {error.subject}", error.found, error.wanted))
+    judge = _Judge(plan, manifest, manifest_path, destination, on_bytes)
     findings = tuple(judge.findings())
-    return Verdict(judge.tensors, len(plan.modules), judge.files, findings)
+    return Verdict(judge.tensors, len(plan.modules), judge.files, findings, judge.waived)
+
+
+def _nothing_compared(finding: Finding) -> Verdict:
+    return Verdict(0, 0, 0, (finding,))
 
 
 class _Judge:
     """One verification: the findings are generated in the order of the result's structure."""
 
     def __init__(
-        self, plan: ConversionPlan, manifest: Manifest, destination: Path, on_bytes: Callable[[int], None]
+        self,
+        plan: ConversionPlan,
+        manifest: Manifest,
+        manifest_path: Path,
+        destination: Path,
+        on_bytes: Callable[[int], None],
     ) -> None:
         self.tensors = 0
         self.files = 0
+        self.waived: tuple[str, ...] = ()
         self._plan = plan
         self._manifest = manifest
+        self._manifest_path = manifest_path
         self._root = destination
         self._on_bytes = on_bytes
         self._records = {record.module: record for record in manifest.modules}
+        self._fresh: list[ModuleRecord] = []
+        self._absent: set[str] = set()
 
     def findings(self) -> Iterator[Finding]:
-        """Everything that is wrong."""
-        if self._manifest.recipe_hash != self._plan.model.recipe_hash:
-            yield Finding(
-                f"recipe {self._manifest.recipe}", f"hash {self._plan.model.recipe_hash}", self._manifest.recipe_hash
-            )
-        source, metadata, faults = _read_all(self._plan.checkpoint.root, self._plan.checkpoint.shards)
+        """Everything that is wrong; a file that is missing comes first, and its tensors are not listed."""
+        options, checkpoint = self._plan.options, self._plan.checkpoint
+        yield from self._file_set()
+        source, metadata, faults = _read_all([checkpoint.root / shard for shard in checkpoint.shards])
         yield from faults
         yield from self._repository()
-        if not self._plan.options.in_place:
-            result, result_metadata, faults = _read_all(self._root, [p.name for p in self._root.glob("*.safetensors")])
+        kept, folder = source, self._root / SIDECAR_DIR
+        wanted = {self._root / shard: metadata.get(checkpoint.root / shard) for shard in checkpoint.shards}
+        if not options.in_place:
+            kept, written, faults = _read_all(self._root.glob("*.safetensors"))
             yield from faults
-            yield from _index(self._root, result)
-            for shard, wanted in metadata.items():
-                if result_metadata.get(shard, wanted) != wanted:
-                    yield Finding(f"{shard}: __metadata__", str(result_metadata[shard])[:200], str(wanted)[:200])
-        else:
-            result = source
+            self._absent = {path.name for path in wanted.keys() - written.keys()}
+            yield from check_index(self._root, checkpoint.root, kept, self._absent)
+            yield from _metadata(wanted, written)
         made = frozenset(info.name for job in self._plan.modules for info in job.outputs.values())
-        if self._plan.options.layout is Layout.SIDECAR:
-            folder = self._root / SIDECAR_DIR
-            sidecar, _, faults = _read_all(folder, [p.name for p in folder.glob("*.safetensors")])
+        if options.layout is Layout.SIDECAR:
+            yield from self._untouched(source, kept, frozenset(), frozenset())
+            sidecar, written, faults = _read_all(folder.glob("*.safetensors"))
             yield from faults
-            yield from self._manifest_copies()
-            yield from self._untouched(source, result, frozenset(), frozenset())
+            files = {folder / Path(job.name).name: dict(job.metadata) for job in self._plan.jobs if job.metadata}
+            self._absent = {path.name for path in files.keys() - written.keys()}
+            yield from _metadata(files, written)
             yield from self._converted(source, sidecar)
             for name in sorted(sidecar.keys() - made):
                 yield Finding(
@@ -120,26 +147,59 @@ class _Judge:
                 )
         else:
             consumed = frozenset(ref.name for job in self._plan.modules for ref in job.source_refs)
-            yield from self._untouched(source, result, consumed, made)
-            yield from self._converted(source, result)
+            yield from self._untouched(source, kept, consumed, made)
+            yield from self._converted(source, kept)
+        yield from self._whole_manifest()
 
-    def _manifest_copies(self) -> Iterator[Finding]:
-        path = self._root / SIDECAR_MANIFEST
-        if not path.is_file() or path.read_bytes() != self._manifest.to_json():
-            yield Finding(str(path), "not the manifest of this conversion", f"the same as {MANIFEST_NAME}")
+    def _file_set(self) -> Iterator[Finding]:
+        plan = self._plan
+        wanted = {Path(job.name) for job in plan.jobs}
+        if plan.options.in_place:
+            yield from check_file_set(self._root / SIDECAR_DIR, wanted | {Path(SIDECAR_MANIFEST.name)})
+            return
+        wanted |= {*plan.copies, *plan.texts, Path(MANIFEST_NAME)}
+        if plan.options.layout is Layout.SIDECAR:
+            wanted.add(SIDECAR_MANIFEST)
+        yield from check_file_set(self._root, wanted)
+
+    def _whole_manifest(self) -> Iterator[Finding]:
+        """Compare with the manifest that a conversion of today writes, once every module has been converted afresh."""
+        floors = {job.source.module: job.plan.min_sqnr_db for job in self._plan.modules}
+        below = tuple(record.module for record in self._fresh if is_below(record.quality, floors[record.module]))
+        found = self._manifest
+        if found.quality_loss_allowed:
+            self.waived = below
+        wanted = found.model_copy(
+            update={
+                "tool_version": __version__,
+                "recipe": self._plan.model.recipe.name,
+                "recipe_hash": self._plan.model.recipe_hash,
+                "quality_loss_allowed": bool(below),
+                "below_floor": below,
+                "dropped": self._plan.dropped,
+            }
+        )
+        for key in Manifest.model_fields:
+            if key != "modules" and getattr(found, key) != getattr(wanted, key):
+                yield Finding(f"{self._manifest_path}: {key}", repr(getattr(found, key)), repr(getattr(wanted, key)))
+        modules, planned = (
+            [record.module for record in found.modules],
+            [job.source.module for job in self._plan.modules],
+        )
+        if modules != planned and sorted(set(modules)) == sorted(planned):
+            yield Finding(f"{self._manifest_path}: modules", "another order, or one twice", "the recipe's order")
+        for path in sorted({self._manifest_path, self._root / SIDECAR_MANIFEST}):
+            if path.is_file() and path.read_bytes() != found.to_json():
+                yield Finding(str(path), "not written as convert writes it", f"the bytes of {MANIFEST_NAME}")
 
     def _repository(self) -> Iterator[Finding]:
         for relative, original in self._plan.copies.items():
             self.files += 1
-            copy = self._root / relative
-            if not copy.is_file():
-                yield Finding(str(copy), "no such file", f"a copy of {original}")
-            elif _file_sha256(copy) != _file_sha256(original):
-                yield Finding(str(copy), "other bytes", f"the bytes of {original}")
+            yield from check_copy(self._root / relative, original)
         for relative, text in self._plan.texts.items():
             self.files += 1
             path = self._root / relative
-            if relative.name != INDEX_NAME and (not path.is_file() or path.read_bytes() != text):
+            if relative.name != INDEX_NAME and path.is_file() and path.read_bytes() != text:
                 yield Finding(str(path), "a config that does not declare what the tensors are", "the source's, edited")
 
     def _untouched(
@@ -151,7 +211,8 @@ class _Judge:
             self.tensors += 1
             copy = result.get(name)
             if copy is None:
-                yield Finding(name, "no such tensor in the result", f"the tensor of {original.path.name}")
+                if original.path.name not in self._absent:
+                    yield Finding(name, "no such tensor in the result", f"the tensor of {original.path.name}")
             elif (copy.dtype, copy.shape) != (original.dtype, original.shape):
                 yield Finding(name, f"{copy.dtype} {copy.shape}", f"{original.dtype} {original.shape}")
             elif not same_bytes(original, copy):
@@ -164,29 +225,37 @@ class _Judge:
         planned = {job.source.module for job in self._plan.modules}
         for module in sorted(self._records.keys() - planned):
             yield Finding(module, "a record of a conversion", "none: the recipe does not convert it")
+        files = {module.source.module: job.name for job in self._plan.jobs for module in job.modules}
         for job in self._plan.modules:
             record = self._records.get(job.source.module)
             if record is None:
                 yield Finding(job.source.module, "no record in the manifest", "one for every converted module")
             else:
-                yield from self._module(job, record, source, result)
+                yield from self._module(job, record, files[job.source.module], source, result)
 
     def _module(
-        self, job: ModuleJob, record: ModuleRecord, source: Mapping[str, Stored], result: Mapping[str, Stored]
+        self,
+        job: ModuleJob,
+        record: ModuleRecord,
+        file: str,
+        source: Mapping[str, Stored],
+        result: Mapping[str, Stored],
     ) -> Iterator[Finding]:
         for name, digest in record.source_sha256.items():
             if name not in source or sha256_of(source[name]) != digest:
                 yield Finding(name, "other bytes in the source", f"sha256 {digest}: the source has changed since")
         try:
-            fresh = convert_module(job, self._plan.model.dims, record.file)
+            fresh = convert_module(job, self._plan.model.dims, self._plan.options.listed(file))
         except WeightprepError as error:
             yield Finding(error.subject, error.found, error.wanted)
             return
+        self._fresh.append(fresh.record)
         for role, info in job.outputs.items():
             self.tensors += 1
             stored = result.get(info.name)
             if stored is None:
-                yield Finding(info.name, "no such tensor in the result", f"{info.dtype} {info.shape}")
+                if Path(file).name not in self._absent:
+                    yield Finding(info.name, "no such tensor in the result", f"{info.dtype} {info.shape}")
                 continue
             self._on_bytes(stored.end - stored.begin)
             if (stored.dtype, stored.shape) != (info.dtype, info.shape):
@@ -199,54 +268,31 @@ class _Judge:
             yield Finding(
                 f"{record.module}: manifest", "figures or hashes that are not its own", "those of a fresh conversion"
             )
-        floor = job.plan.min_sqnr_db
-        sqnr = fresh.record.quality.sqnr_db
-        if floor is not None and sqnr is not None and sqnr < floor and not self._manifest.quality_loss_allowed:
-            yield Finding(record.module, f"{sqnr:.2f} dB SQNR", f"at least {floor:g} dB")
+        floor, sqnr = job.plan.min_sqnr_db, fresh.record.quality.sqnr_db
+        if is_below(fresh.record.quality, floor) and not self._manifest.quality_loss_allowed:
+            found = "only noise" if sqnr is None else f"{sqnr:.2f} dB SQNR"
+            yield Finding(record.module, found, f"at least {floor:g} dB")
 
 
-def _read_all(
-    root: Path, names: Mapping[str, object] | list[str]
-) -> tuple[dict[str, Stored], dict[str, dict[str, str]], list[Finding]]:
+def _read_all(paths: Iterable[Path]) -> tuple[dict[str, Stored], dict[Path, dict[str, str]], list[Finding]]:
+    """The tensors of several files, the metadata of those that can be read, and what is wrong."""
     tensors: dict[str, Stored] = {}
-    metadata: dict[str, dict[str, str]] = {}
+    metadata: dict[Path, dict[str, str]] = {}
     findings: list[Finding] = []
-    for shard in sorted(names):
-        stored, metadata[shard], faults = read_stored(root / shard)
+    for path in sorted(paths):
+        stored, described, faults = read_stored(path)
         findings += faults
+        if described is not None:
+            metadata[path] = described
         for name in sorted(tensors.keys() & stored.keys()):
-            findings.append(Finding(name, f"in {tensors[name].path.name} and in {shard}", "in one shard"))
+            findings.append(Finding(name, f"in {tensors[name].path.name} and in {path.name}", "in one shard"))
         tensors |= stored
     return tensors, metadata, findings
 
 
-def _index(root: Path, tensors: Mapping[str, Stored]) -> Iterator[Finding]:
-    path = root / INDEX_NAME
-    if not path.exists():
-        if len({tensor.path for tensor in tensors.values()}) > 1:
-            yield Finding(str(path), "no index for several shards", "an index")
-        return
-    try:
-        index = json.loads(path.read_bytes())
-        weight_map = dict(index["weight_map"])
-        total = index.get("metadata", {}).get("total_size")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        yield Finding(str(path), f"no index ({type(error).__name__})", "a weight_map")
-        return
-    for name in sorted(weight_map.keys() ^ tensors.keys()):
-        where = "in the index only" if name in weight_map else "in a shard only"
-        yield Finding(f"{path}: {name}", where, "in both")
-    for name in sorted(weight_map.keys() & tensors.keys()):
-        if weight_map[name] != tensors[name].path.name:
-            yield Finding(f"{path}: {name}", f"the index says {weight_map[name]}", tensors[name].path.name)
-    size = sum(tensor.end - tensor.begin for tensor in tensors.values())
-    if total is not None and total != size:
-        yield Finding(f"{path}: total_size", str(total), str(size))
-
-
-def _file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(2**20):
-            digest.update(piece)
-    return digest.hexdigest()
+def _metadata(
+    wanted: Mapping[Path, Mapping[str, str] | None], found: Mapping[Path, Mapping[str, str]]
+) -> Iterator[Finding]:
+    for path in sorted(wanted.keys() & found.keys()):
+        if found[path] != wanted[path]:
+            yield Finding(f"{path}: __metadata__", str(found[path])[:200], str(wanted[path])[:200])

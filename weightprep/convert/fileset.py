@@ -1,0 +1,94 @@
+"""Which files a result has, and whether index and copies are what they must be: the part of `verify` above tensors.
+
+A file too many can change what a loader does (a pickle, a second config, code of the repository), so every file of
+the result is accounted for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+from weightprep.checkpoint.json_file import open_regular
+from weightprep.checkpoint.repository import INDEX_NAME
+from weightprep.convert.reread import Finding, Stored, read_json
+from weightprep.errors import CheckpointError
+
+__all__ = ["check_copy", "check_file_set", "check_index"]
+
+_PIECE_BYTES = 2**20
+# What git and `hf download` put beside a repository's content; convert does not carry them over either.
+_BOOKKEEPING = (".git", ".cache")
+
+
+def check_file_set(root: Path, wanted: Collection[Path]) -> Iterator[Finding]:
+    """Compare the files below `root` with `wanted`, paths relative to it: first what is missing, then what is extra."""
+    present: set[Path] = set()
+    odd: list[Finding] = []
+
+    def fail(error: OSError) -> None:
+        odd.append(Finding(str(error.filename), error.strerror or "no access", "a directory that can be read"))
+
+    for directory, folders, names in os.walk(root, onerror=fail):
+        here = Path(directory)
+        if here == root:
+            folders[:] = [name for name in folders if name not in _BOOKKEEPING]
+        for name in names + [name for name in folders if (here / name).is_symlink()]:
+            path = here / name
+            present.add(path.relative_to(root))
+            if path.is_symlink() or not path.is_file():
+                odd.append(Finding(str(path), "a link or a special file", "a regular file"))
+    for relative in sorted(set(wanted) - present):
+        yield Finding(str(root / relative), "no such file", "a file of the conversion")
+    yield from odd
+    for relative in sorted(present - set(wanted)):
+        yield Finding(str(root / relative), "a file that nothing accounts for", "no such file")
+
+
+def check_copy(copy: Path, original: Path) -> Iterator[Finding]:
+    """Compare two files byte for byte; a copy that is not there is the file set's finding."""
+    if copy.is_file() and _sha256(copy) != _sha256(original):
+        yield Finding(str(copy), "other bytes", f"the bytes of {original}")
+
+
+def check_index(root: Path, source: Path, tensors: Mapping[str, Stored], absent: Collection[str]) -> Iterator[Finding]:
+    """Compare the index of `root` with its `tensors`, and what else it says with the index of the directory `source`.
+
+    :param absent: shards that are missing or unreadable, whose tensors are therefore unknown
+    """
+    path = root / INDEX_NAME
+    if not path.is_file():
+        return
+    try:
+        index, original = read_json(path), read_json(source / INDEX_NAME)
+    except (CheckpointError, ValueError) as error:
+        yield Finding(str(path), error.found if isinstance(error, CheckpointError) else str(error), "an index")
+        return
+    weight_map = index.pop("weight_map", None)
+    original.pop("weight_map", None)
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        yield Finding(str(path), "no weight_map of strings", "a weight_map")
+        return
+    known = {name for name, shard in weight_map.items() if shard not in absent}
+    for name in sorted(known ^ tensors.keys()):
+        where = "in the index only" if name in known else "in a shard only"
+        yield Finding(f"{path}: {name}", where, "in both")
+    for name in sorted(known & tensors.keys()):
+        if weight_map[name] != tensors[name].path.name:
+            yield Finding(f"{path}: {name}", f"the index says {weight_map[name]}", tensors[name].path.name)
+    metadata = original.get("metadata")
+    if isinstance(metadata, dict) and "total_size" in metadata and not absent:
+        metadata["total_size"] = sum(tensor.end - tensor.begin for tensor in tensors.values())
+    # repr tells 5 from "5" and True from 1
+    if not absent and repr(index) != repr(original):
+        yield Finding(f"{path}: metadata", repr(index)[:200], repr(original)[:200])
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with os.fdopen(open_regular(path), "rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
