@@ -91,3 +91,20 @@ def test_unusable_block_size(tmp_path: Path, block: object, requantize: bool) ->
             plan_contents(options)
     else:
         assert len(plan_contents(options).passed) == 2
+
+
+@pytest.mark.parametrize(("precision", "advised"), [("fp8", False), ("mxfp4", True)])
+def test_inspect_advises_a_conversion_that_convert_does(source: Path, precision: str, advised: bool) -> None:
+    outcome = CliRunner().invoke(app, ["inspect", str(source), "--precision", precision])
+    assert "`weightprep convert" in outcome.output
+    assert ("--layout sidecar" in outcome.output) is advised
+
+
+def test_inspect_mentions_a_sidecar(source: Path) -> None:
+    runner = CliRunner()
+    assert "sidecar" not in runner.invoke(app, ["inspect", str(source)]).output
+    assert runner.invoke(app, ["convert", str(source), str(source), "--layout", "sidecar"]).exit_code == 0
+    outcome = runner.invoke(app, ["inspect", str(source)])
+    assert "weightprep/manifest.json" in outcome.output
+    assert "`weightprep convert" not in outcome.output
+    assert json.loads(runner.invoke(app, ["inspect", str(source), "--json"]).stdout)["sidecar"] is True

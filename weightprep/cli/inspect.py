@@ -48,6 +48,7 @@ def inspect(
       weightprep inspect zai-org/GLM-5.2   (fetches headers, not weights)
     """
     from weightprep.checkpoint.hub import open_headers
+    from weightprep.checkpoint.manifest import SIDECAR_MANIFEST
     from weightprep.cli.convert import parse_precision
     from weightprep.convert.options import ConvertOptions
     from weightprep.convert.planner import plan_model
@@ -59,6 +60,7 @@ def inspect(
     model = plan_model(checkpoint, options)
     forecasts = [layer for name in target or ["gfx950"] for layer in forecast(checkpoint, model, name, version)]
     nbytes = sum(header.file_size for header in checkpoint.shards.values())
+    sidecar = SIDECAR_MANIFEST in checkpoint.other_files
     dtypes = Counter(ref.info.dtype for ref in checkpoint.tensors.values())
     if json:
         print_json(
@@ -74,6 +76,7 @@ def inspect(
                 "tensors": len(checkpoint.tensors),
                 "bytes": nbytes,
                 "dtypes": dict(sorted(dtypes.items())),
+                "sidecar": sidecar,
                 "nothing_to_convert": model.recipe.nothing_to_convert,
                 "layers": [_describe(layer) for layer in forecasts],
             },
@@ -86,15 +89,26 @@ def inspect(
         print(f"nothing to convert: {model.recipe.nothing_to_convert}")
         return None
     _print_table(forecasts)
+    if sidecar:
+        say(
+            f"a sidecar with converted weights is there already ({SIDECAR_MANIFEST}): --load-format weightprep reads it"
+        )
     for name in target or ["gfx950"]:
         layers = [layer for layer in forecasts if layer.target == name]
         mended = sum(layer.prepared.fast and not layer.today.fast for layer in layers)
         if mended:
             say(
                 f"{name}: {mended} of {len(layers)} layer(s) are slow today and fast once prepared: "
-                "add --load-format weightprep, or `weightprep convert`"
+                "add --load-format weightprep" + ("" if sidecar else f", or `{_conversion(layers, precision)}`")
             )
     return None
+
+
+def _conversion(layers: Sequence[LayerForecast], precision: str | None) -> str:
+    """The command that prepares `layers`; only one-scale fp8 can stand inline."""
+    asked = "" if precision is None else f" --precision {precision}"
+    inline = all(layer.plan.precision == "fp8" for layer in layers)
+    return f"weightprep convert{asked}" + ("" if inline else " --layout sidecar")
 
 
 def _engine_version(engine: str) -> str:
