@@ -471,3 +471,16 @@ def test_floor_is_judged_and_a_waiver_is_told(tmp_path: Path) -> None:
     outcome = runner.invoke(app, ["verify", *arguments])
     assert outcome.exit_code == 1
     assert "at least 90 dB" in outcome.output
+
+
+def test_tensor_too_many_that_the_index_names(spoiled: tuple[Path, Path]) -> None:
+    source, result = spoiled
+    unknown_tensor(result)
+    if home(result) == result:
+        shard = file_of(result, "model.surprise.weight").name
+        edit(
+            result / "model.safetensors.index.json",
+            lambda index: index["weight_map"].update({"model.surprise.weight": shard}),
+        )
+    found = [f.found for f in verify(source, result).findings if f.subject.endswith("model.surprise.weight")]
+    assert found in (["a tensor that nothing accounts for"], ["a tensor that the recipe does not make"])
