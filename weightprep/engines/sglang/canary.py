@@ -21,7 +21,7 @@ BATCHES = (1, 2, 17)
 # A kernel may quantize its activations to e4m3 in groups (relative error 0.026 on normal data) and rounds its result to
 # bf16 (0.002). Twice their sum leaves room for one unlucky batch; every fault of layout or scale is of order 1.
 TOLERANCE = 0.056
-# There the activations are MXFP4 as well: 0.10 to 0.12 against the dequantized weights (formats.mx, normal data, K = 128,
+# There the activations are MXFP4 too: 0.10 to 0.12 against the dequantized weights (formats.mx, normal data, K of 128,
 # 192 and 512). About twice that, for the same reason.
 MXFP4_TOLERANCE = 0.25
 
