@@ -16,6 +16,7 @@ import torch
 from sglang.srt.configs.load_config import LoadConfig, LoadFormat
 from sglang.srt.model_loader.loader import BaseModelLoader, DefaultModelLoader, get_model_loader
 
+from weightprep.checkpoint.config import ModelConfig
 from weightprep.engines.sglang.compressor_check import start_compressors
 from weightprep.engines.sglang.guard import ensure_hook
 from weightprep.engines.sglang.hardware import resolve_target
@@ -125,8 +126,8 @@ def _plan(options: Options, model_config: Any) -> Preparation:
     quantization = (
         config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config") or {}
     )
-    block = quantization.get("weight_block_size")
-    return Preparation(plan, options, resolve_target(options.target), tuple(block) if block else None)
+    block = ModelConfig(config, (architecture,), quantization, None).weight_block_size
+    return Preparation(plan, options, resolve_target(options.target), block)
 
 
 def _check(model: Any, *, weights_are_random: bool, is_reload: bool) -> None:
