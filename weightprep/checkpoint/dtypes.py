@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-import torch
+from weightprep.deferred import torch
 
 __all__ = ["DTYPES", "ElementType", "name_of"]
 
@@ -22,12 +22,19 @@ class ElementType:
 
     :param name: the string in the header
     :param bits: bits of one element as the header counts elements
-    :param torch: how torch holds it, None where torch has no such type (the bytes can still be copied)
+    :param torch_name: the torch dtype that holds it, None where torch has no such type (the bytes can still be copied)
     """
 
     name: str
     bits: int
-    torch: torch.dtype | None
+    torch_name: str | None
+
+    @property
+    def torch(self) -> torch.dtype | None:
+        """How torch holds it; e8m0 as its bytes where this torch does not know it."""
+        # Torch before 2.7.
+        instead = torch.uint8 if self.name == "F8_E8M0" else None
+        return None if self.torch_name is None else getattr(torch, self.torch_name, instead)
 
     @property
     def alignment(self) -> int:
@@ -40,41 +47,42 @@ DTYPES: Mapping[str, ElementType] = MappingProxyType(
     {
         element.name: element
         for element in (
-            ElementType("BOOL", 8, torch.bool),
-            ElementType("F4", 4, torch.uint8),
+            ElementType("BOOL", 8, "bool"),
+            ElementType("F4", 4, "uint8"),
             ElementType("F6_E2M3", 6, None),
             ElementType("F6_E3M2", 6, None),
-            ElementType("U8", 8, torch.uint8),
-            ElementType("I8", 8, torch.int8),
-            ElementType("F8_E5M2", 8, torch.float8_e5m2),
-            ElementType("F8_E4M3", 8, torch.float8_e4m3fn),
-            ElementType("F8_E5M2FNUZ", 8, torch.float8_e5m2fnuz),
-            ElementType("F8_E4M3FNUZ", 8, torch.float8_e4m3fnuz),
-            ElementType("F8_E8M0", 8, getattr(torch, "float8_e8m0fnu", torch.uint8)),
-            ElementType("I16", 16, torch.int16),
-            ElementType("U16", 16, torch.uint16),
-            ElementType("F16", 16, torch.float16),
-            ElementType("BF16", 16, torch.bfloat16),
-            ElementType("I32", 32, torch.int32),
-            ElementType("U32", 32, torch.uint32),
-            ElementType("F32", 32, torch.float32),
-            ElementType("I64", 64, torch.int64),
-            ElementType("U64", 64, torch.uint64),
-            ElementType("F64", 64, torch.float64),
-            ElementType("C64", 64, torch.complex64),
+            ElementType("U8", 8, "uint8"),
+            ElementType("I8", 8, "int8"),
+            ElementType("F8_E5M2", 8, "float8_e5m2"),
+            ElementType("F8_E4M3", 8, "float8_e4m3fn"),
+            ElementType("F8_E5M2FNUZ", 8, "float8_e5m2fnuz"),
+            ElementType("F8_E4M3FNUZ", 8, "float8_e4m3fnuz"),
+            ElementType("F8_E8M0", 8, "float8_e8m0fnu"),
+            ElementType("I16", 16, "int16"),
+            ElementType("U16", 16, "uint16"),
+            ElementType("F16", 16, "float16"),
+            ElementType("BF16", 16, "bfloat16"),
+            ElementType("I32", 32, "int32"),
+            ElementType("U32", 32, "uint32"),
+            ElementType("F32", 32, "float32"),
+            ElementType("I64", 64, "int64"),
+            ElementType("U64", 64, "uint64"),
+            ElementType("F64", 64, "float64"),
+            ElementType("C64", 64, "complex64"),
         )
     }
 )
 
 # U8 last, so that plain bytes are U8 and never F4.
-_NAMES: Mapping[torch.dtype, str] = MappingProxyType(
-    {element.torch: element.name for element in (*DTYPES.values(), DTYPES["U8"]) if element.torch is not None}
+_NAMES: Mapping[str, str] = MappingProxyType(
+    {element.torch_name: element.name for element in (*DTYPES.values(), DTYPES["U8"]) if element.torch_name is not None}
 )
 
 
-def name_of(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype | str) -> str:
     """The safetensors name under which a tensor of `dtype` is written.
 
+    :param dtype: a torch dtype, or its name without "torch."
     :raises KeyError: `dtype` has no safetensors form (a programming error: no such tensor is ever made here)
     """
-    return _NAMES[dtype]
+    return _NAMES[str(dtype).removeprefix("torch.")]

@@ -6,10 +6,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
 from weightprep.checkpoint.json_file import open_regular, unreadable
 from weightprep.checkpoint.repository import TensorRef
+from weightprep.deferred import torch
 from weightprep.errors import CheckpointError
 from weightprep.formats.encoding import FOREIGN_SUFFIXES, SCALE_SUFFIXES, WEIGHT_SUFFIXES, EncodedShape, classify
 
@@ -51,9 +50,9 @@ def find_module(
         return None
     encoded = classify(
         weight.name,
-        weight.dtype,
+        weight.dtype_name,
         weight.shape,
-        scale.dtype if scale else None,
+        scale.dtype_name if scale else None,
         scale.shape if scale else None,
         block_hint,
     )

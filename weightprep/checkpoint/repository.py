@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-import torch
-
 from weightprep.checkpoint.config import ModelConfig, read_config
 from weightprep.checkpoint.dtypes import DTYPES
 from weightprep.checkpoint.header import Header, TensorInfo, read_header
 from weightprep.checkpoint.json_file import read_object
 from weightprep.checkpoint.paths import check_name, walk_files
+from weightprep.deferred import torch
 from weightprep.errors import CheckpointError
 
 __all__ = ["INDEX_NAME", "PICKLE_SUFFIXES", "Checkpoint", "TensorRef", "assemble", "tensor_refs"]
@@ -54,13 +53,27 @@ class TensorRef:
         """
         dtype = DTYPES[self.info.dtype].torch
         if dtype is None:
-            raise CheckpointError(
-                f"{self.path}: tensor {self.name!r}",
-                found=f"dtype {self.info.dtype}",
-                wanted="a dtype that torch can hold",
-                remedy="such a tensor can be copied but not converted; leave it out of the recipe",
-            )
+            raise self._not_of_torch()
         return dtype
+
+    @property
+    def dtype_name(self) -> str:
+        """The name of the torch dtype, also where that torch is too old to have it.
+
+        :raises CheckpointError: torch has none (F6)
+        """
+        name = DTYPES[self.info.dtype].torch_name
+        if name is None:
+            raise self._not_of_torch()
+        return name
+
+    def _not_of_torch(self) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path}: tensor {self.name!r}",
+            found=f"dtype {self.info.dtype}",
+            wanted="a dtype that torch can hold",
+            remedy="such a tensor can be copied but not converted; leave it out of the recipe",
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -8,18 +8,18 @@ is on the disk.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-
-import torch
 
 from weightprep.checkpoint.copying import CopyMethod, copy_range
 from weightprep.checkpoint.dtypes import DTYPES, name_of
 from weightprep.checkpoint.header import TensorInfo, encode_header, place
 from weightprep.checkpoint.json_file import open_regular, unreadable
 from weightprep.checkpoint.repository import TensorRef
+from weightprep.deferred import torch
 from weightprep.errors import CheckpointError
 
 __all__ = ["ShardWriter", "as_bytes", "describe", "fsync_directory"]
@@ -27,16 +27,16 @@ __all__ = ["ShardWriter", "as_bytes", "describe", "fsync_directory"]
 _Run = tuple[list[TensorRef], int, int]
 
 
-def describe(name: str, dtype: torch.dtype, shape: Sequence[int], *, as_dtype: str | None = None) -> TensorInfo:
+def describe(name: str, dtype: torch.dtype | str, shape: Sequence[int], *, as_dtype: str | None = None) -> TensorInfo:
     """The header entry of a tensor that is going to be written, its offsets from 0.
 
+    :param dtype: a torch dtype, or its name without "torch."
     :param as_dtype: the safetensors dtype where torch's does not tell (F4 and F8_E8M0 held as uint8); F4 takes the
         packed shape
     """
     element = DTYPES[as_dtype or name_of(dtype)]
-    nbytes = dtype.itemsize
-    for size in shape:
-        nbytes *= size
+    # F4 comes packed: two elements in each byte of `shape`
+    nbytes = math.prod(shape) * max(element.bits, 8) // 8
     logical = (*shape[:-1], shape[-1] * 2) if element.name == "F4" else tuple(shape)
     return TensorInfo(name, element.name, logical, 0, nbytes)
 

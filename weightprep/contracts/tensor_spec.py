@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-
 from weightprep.contracts.violation import Violation
+from weightprep.deferred import torch
 from weightprep.formats.e4m3 import e4m3_dtype, has_nan
 
 __all__ = ["Place", "TensorSpec"]

@@ -6,14 +6,13 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
 from weightprep.checkpoint.manifest import ModuleRecord
 from weightprep.checkpoint.reader import read_tensor
 from weightprep.checkpoint.writer import as_bytes
 from weightprep.convert.plan import ModuleJob
 from weightprep.convert.quality import measure
 from weightprep.convert.slices import run_in_slices
+from weightprep.deferred import torch
 from weightprep.transforms import Bundle
 from weightprep.transforms.stored_absorbed import to_linears
 

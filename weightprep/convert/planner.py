@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
-
 from weightprep.checkpoint.exclude import read_exclude_list
 from weightprep.checkpoint.header import TensorInfo
 from weightprep.checkpoint.manifest import MANIFEST_NAME
@@ -190,8 +188,8 @@ def _job(
     rows, cols = source.encoded.rows, source.encoded.cols
     outputs: dict[str, TensorInfo] = {}
     if target is Encoding.FP8_TENSOR:
-        outputs["weight"] = describe(f"{source.module}.weight", torch.float8_e4m3fn, (rows, cols))
-        outputs["scale"] = describe(source.module + scale.suffix, torch.float32, scale.shape(rows, cols))
+        outputs["weight"] = describe(f"{source.module}.weight", "float8_e4m3fn", (rows, cols))
+        outputs["scale"] = describe(source.module + scale.suffix, "float32", scale.shape(rows, cols))
     elif scale is not _SIDECAR_SCALE:
         raise CheckpointError(
             source.weight.name,
@@ -201,9 +199,9 @@ def _job(
         )
     elif absorbed:
         for role, shape in stored_shapes(dims).items():
-            outputs[role] = describe(source.module + STORED_NAMES[role], torch.uint8, shape)
+            outputs[role] = describe(source.module + STORED_NAMES[role], "uint8", shape)
     else:
-        outputs["weight"] = describe(f"{source.module}.weight", torch.bfloat16, (rows, cols))
+        outputs["weight"] = describe(f"{source.module}.weight", "bfloat16", (rows, cols))
     return ModuleJob(plan, source, target.value, outputs, overrides)
 
 
@@ -212,7 +210,8 @@ def _module_names(checkpoint: Checkpoint, model: ModelPlan, quantized: Sequence[
     # Asked again, because a NextN layer that is kept has its names too.
     every = resolve(model.recipe, checkpoint.config.raw).modules
     nextn = list(dict.fromkeys(layer_prefix(plan) for plan in every if plan.group == NEXTN_GROUP))
-    return Modules(quantized, linears, nextn)
+    wrapper = model.recipe.wrappers.get(model.architecture)
+    return Modules(quantized, linears, nextn, wrapper.prefix if wrapper is not None else "")
 
 
 def _other_files(

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-import torch
-
 from weightprep.checkpoint.manifest import QualityRecord
 from weightprep.convert.slices import rows_per_slice, slices
+from weightprep.deferred import torch
 from weightprep.errors import CheckpointError
 from weightprep.formats import EncodedShape, Encoding
 from weightprep.formats.e4m3 import decode_e4m3fn

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-import torch
-
+from weightprep.deferred import torch
 from weightprep.transforms import Bundle, Step, StepContext, check_composition, measure_amax, run_steps
 
 __all__ = ["rows_per_slice", "run_in_slices", "slices"]

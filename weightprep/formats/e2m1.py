@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
-
+from weightprep.deferred import torch
 from weightprep.formats.table import look_up
 
 __all__ = ["E2M1_MAX", "E2M1_MAX_EXPONENT", "E2M1_VALUES", "Ties", "decode_e2m1", "encode_e2m1", "pack_nibbles"]

@@ -7,12 +7,12 @@ half the value in fnuz, except 0x7f, 0x80 and 0xff.
 
 from __future__ import annotations
 
-import torch
-
+from weightprep.deferred import torch
 from weightprep.errors import CheckpointError
 from weightprep.formats.table import CHUNK, look_up
 
 __all__ = [
+    "AMAX_FLOOR",
     "E4M3FN_MAX",
     "FNUZ_TARGETS",
     "decode_e4m3fn",
@@ -27,7 +27,7 @@ E4M3FN_MAX = 448.0
 # GPUs whose matrix units read e4m3fnuz
 FNUZ_TARGETS = frozenset({"gfx942"})
 # below this amax the scale would leave the normal float32 range; sglang's input_to_float8 has the same floor
-_AMAX_FLOOR = 1e-12
+AMAX_FLOOR = 1e-12
 _TABLE_CODES = 1 << 16
 
 
@@ -47,7 +47,7 @@ def quantization_multiplier(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     :param amax: float32, any shape, finite
     """
     is_zero = amax == 0
-    m = amax.clamp(min=_AMAX_FLOOR).reciprocal() * E4M3FN_MAX
+    m = amax.clamp(min=AMAX_FLOOR).reciprocal() * E4M3FN_MAX
     m = torch.where(is_zero, torch.ones_like(m), m)
     return m, m.reciprocal()
 
@@ -88,10 +88,14 @@ def decode_e4m3fn(weight: torch.Tensor) -> torch.Tensor:
 
 def has_nan(weight: torch.Tensor) -> bool:
     """Whether a float8_e4m3fn or float8_e4m3fnuz tensor holds a NaN code."""
-    codes = weight.view(torch.uint8)
+    if weight.numel() == 0:
+        return False
+    # a reduction over memory in its own order is ten times as fast as one over a transposed view
+    in_memory_order = weight.permute(sorted(range(weight.dim()), key=weight.stride, reverse=True))
+    codes = in_memory_order.reshape(-1)
     if weight.dtype is torch.float8_e4m3fnuz:
-        return bool((codes == 0x80).any())
-    return codes.numel() > 0 and int((codes & 0x7F).max()) == 0x7F
+        return int(codes.view(torch.int8).min()) == -0x80
+    return int(codes.view(torch.uint8).max()) == 0xFF or int(codes.view(torch.int8).max()) == 0x7F
 
 
 def fn_to_fnuz(weight: torch.Tensor, scale: torch.Tensor, name: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:

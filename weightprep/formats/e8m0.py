@@ -6,7 +6,7 @@ ends wrong (0 becomes 0.0, 255 becomes infinity), and comparing the decoded valu
 
 from __future__ import annotations
 
-import torch
+from weightprep.deferred import torch
 
 __all__ = ["E8M0_BIAS", "E8M0_NAN", "decode_e8m0", "encode_e8m0"]
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-import torch
-
+from weightprep.deferred import torch
 from weightprep.errors import CheckpointError
 
 __all__ = [
@@ -34,13 +33,12 @@ FOREIGN_SUFFIXES = {".qweight": "AWQ or GPTQ (packed int32 with zero points)"}
 _BLOCKS = ((128, 128), (32, 32), (1, 128), (1, 32))
 _MX_GROUP = 32
 
-_FLOAT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_E8M0 = (torch.uint8, torch.float8_e8m0fnu)
-_SCALES = (torch.float32, torch.bfloat16, torch.float16, *_E8M0)
-# torch older than 2.8 has no packed fp4 dtype; such files are then read as uint8
-_PACKED = tuple(
-    dtype for dtype in (torch.uint8, torch.int8, getattr(torch, "float4_e2m1fn_x2", None)) if dtype is not None
-)
+# By name: a header is classified without torch, and not every torch has every dtype.
+_FLOAT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_E8M0 = ("uint8", "float8_e8m0fnu")
+_SCALES = ("float32", "bfloat16", "float16", *_E8M0)
+_FP8 = "float8_e4m3fn"
+_PACKED = ("uint8", "int8", "float4_e2m1fn_x2")
 
 
 class Encoding(str, Enum):
@@ -119,25 +117,28 @@ class EncodedShape:
 
 def classify(
     name: str,
-    weight_dtype: torch.dtype,
+    weight_dtype: torch.dtype | str,
     weight_shape: tuple[int, ...],
-    scale_dtype: torch.dtype | None,
+    scale_dtype: torch.dtype | str | None,
     scale_shape: tuple[int, ...] | None,
     block_hint: tuple[int, int] | None = None,
 ) -> EncodedShape:
     """Tell how the weight `name` is stored.
 
+    :param weight_dtype: a torch dtype, or its name without "torch."
     :param weight_shape: shape of the stored tensor in elements of `weight_dtype`, so [N, K/2] for packed fp4
     :param scale_shape: shape of the scale that stands beside it, None without one
     :param block_hint: `weight_block_size` of the checkpoint's config, where it has one; used if it fits this tensor
     :raises CheckpointError: naming the tensor and its dtypes, if no known encoding fits
     """
+    weight_dtype = _dtype_name(weight_dtype)
+    scale_dtype = None if scale_dtype is None else _dtype_name(scale_dtype)
     for suffix, scheme in FOREIGN_SUFFIXES.items():
         if name.endswith(suffix):
             raise _refuse(
                 name, scheme, "a weight that can be dequantized exactly", "start from the unquantized checkpoint"
             )
-    if name.endswith(".weight_packed") and weight_dtype is torch.int32:
+    if name.endswith(".weight_packed") and weight_dtype == "int32":
         scheme = "pack-quantized (compressed-tensors, int4 or int8 packed into int32)"
         raise _refuse(name, scheme, "a weight that can be dequantized exactly", "start from the unquantized checkpoint")
     found = _describe(weight_dtype, weight_shape, scale_dtype, scale_shape)
@@ -149,26 +150,26 @@ def classify(
             remedy = "remove the scale, or give the quantized weight that it belongs to"
             raise _refuse(name, found, "no scale beside an unquantized weight", remedy)
         return EncodedShape(Encoding(_FLOAT[weight_dtype]), rows, cols)
-    if weight_dtype not in (torch.float8_e4m3fn, *_PACKED):
+    if weight_dtype not in (_FP8, *_PACKED):
         raise _refuse(
             name, found, "bf16, fp16, fp32, float8_e4m3fn, int8 or packed fp4", "convert from another checkpoint"
         )
     if scale_dtype is None or scale_shape is None:
         wanted = f"a scale named {', '.join('<module>' + suffix for suffix in SCALE_SUFFIXES)}"
         raise _refuse(name, found, wanted, "the bytes mean nothing without a scale: look for it in the other shards")
-    if weight_dtype is torch.uint8 and scale_dtype is torch.float8_e4m3fn:
+    if weight_dtype == "uint8" and scale_dtype == _FP8:
         raise _refuse(name, f"NVFP4: {found}", "MXFP4 (e8m0 scales)", "start from the unquantized checkpoint")
     if scale_dtype not in _SCALES:
         raise _refuse(name, found, "a float or e8m0 scale", "convert from another checkpoint")
 
     is_packed = scale_dtype in _E8M0 and scale_shape == (rows, 2 * cols // _MX_GROUP) and 2 * cols % _MX_GROUP == 0
-    if weight_dtype in _PACKED and (is_packed or weight_dtype is not torch.int8):
+    if weight_dtype in _PACKED and (is_packed or weight_dtype != "int8"):
         if not is_packed:
             wanted = f"a uint8 or float8_e8m0fnu scale of shape [{rows}, {2 * cols // _MX_GROUP}]"
             raise _refuse(name, found, wanted, "packed fp4 has one e8m0 scale for each 32 columns")
         return EncodedShape(Encoding.MXFP4, rows, 2 * cols)
 
-    is_fp8 = weight_dtype is torch.float8_e4m3fn
+    is_fp8 = weight_dtype == _FP8
     if scale_shape in ((), (1,)) and is_fp8:
         return EncodedShape(Encoding.FP8_TENSOR, rows, cols)
     if scale_shape in ((rows,), (rows, 1)):
@@ -184,20 +185,24 @@ def classify(
     raise _refuse(name, found, wanted, "the scale is transposed, truncated, or belongs to another tensor")
 
 
+def _dtype_name(dtype: torch.dtype | str) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
 def _describe(
-    weight_dtype: torch.dtype,
+    weight_dtype: str,
     weight_shape: tuple[int, ...],
-    scale_dtype: torch.dtype | None,
+    scale_dtype: str | None,
     scale_shape: tuple[int, ...] | None,
 ) -> str:
-    weight = f"{str(weight_dtype).removeprefix('torch.')} {list(weight_shape)}"
+    weight = f"{weight_dtype} {list(weight_shape)}"
     if scale_dtype is None or scale_shape is None:
         return f"{weight} without a scale"
-    return f"{weight} with a scale {str(scale_dtype).removeprefix('torch.')} {list(scale_shape)}"
+    return f"{weight} with a scale {scale_dtype} {list(scale_shape)}"
 
 
 def _refuse(name: str, found: str, wanted: str, remedy: str) -> CheckpointError:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
-
+from weightprep.deferred import torch
 from weightprep.formats.e2m1 import E2M1_MAX_EXPONENT, Ties, decode_e2m1, encode_e2m1, pack_nibbles
 from weightprep.formats.e8m0 import E8M0_BIAS, decode_e8m0, encode_e8m0
 from weightprep.formats.table import CHUNK

@@ -6,7 +6,7 @@ of the time.
 
 from __future__ import annotations
 
-import torch
+from weightprep.deferred import torch
 
 __all__ = ["CHUNK", "look_up"]
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
 from weightprep.contracts import TensorSpec
+from weightprep.deferred import torch
 from weightprep.errors import RecipeError
 from weightprep.formats import Encoding
 from weightprep.recipe.contract import TensorPart

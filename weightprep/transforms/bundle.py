@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-import torch
-
+from weightprep.deferred import torch
 from weightprep.errors import CheckpointError
 from weightprep.formats import EncodedShape, Encoding
 
@@ -41,7 +40,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Bundle(Mapping[str, torch.Tensor]):
+class Bundle(Mapping[str, "torch.Tensor"]):
     """A frozen mapping from role to tensor, with the encoding of the weight.
 
     Roles on the checkpoint's side: "weight" [N, K] (fp4 packed [N, K/2]) and "scale"; `encoded` says how to read them.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
-
+from weightprep.deferred import torch
 from weightprep.errors import CheckpointError
 from weightprep.formats import EncodedShape, Encoding
 from weightprep.transforms.bundle import FLOATS, Bundle, Form, StepContext

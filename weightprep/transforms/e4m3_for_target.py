@@ -6,8 +6,7 @@ wrong one of the two is off by a factor of 2 without an error.
 
 from __future__ import annotations
 
-import torch
-
+from weightprep.deferred import torch
 from weightprep.formats import Encoding
 from weightprep.formats.e4m3 import FNUZ_TARGETS, fn_to_fnuz
 from weightprep.transforms.bundle import ANY_ENCODING, Bundle, Form, StepContext

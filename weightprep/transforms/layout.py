@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
-
+from weightprep.deferred import torch
 from weightprep.transforms.bundle import ANY_ENCODING, Bundle, Form, StepContext
 from weightprep.transforms.step import transform
 

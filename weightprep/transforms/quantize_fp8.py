@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
-
+from weightprep.deferred import torch
 from weightprep.errors import CheckpointError
 from weightprep.formats import EncodedShape, Encoding
 from weightprep.formats.e4m3 import quantization_multiplier, quantize_e4m3fn

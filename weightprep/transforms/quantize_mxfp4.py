@@ -8,8 +8,7 @@ groups are those of the checkpoint.
 
 from __future__ import annotations
 
-import torch
-
+from weightprep.deferred import torch
 from weightprep.errors import CheckpointError
 from weightprep.formats import EncodedShape, Encoding
 from weightprep.formats.e2m1 import Ties

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
+from weightprep.deferred import torch
 from weightprep.errors import RecipeError
 from weightprep.transforms.bundle import Bundle, Form, StepContext
 from weightprep.transforms.step import Step

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
+from weightprep.deferred import torch
 from weightprep.errors import CheckpointError
 from weightprep.formats import Encoding
 from weightprep.transforms.bundle import FLOATS, Bundle, Form, StepContext

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-import torch
 from pydantic import BaseModel, ConfigDict, create_model
 
+from weightprep.deferred import torch
 from weightprep.transforms.bundle import Bundle, Form, StepContext
 
 __all__ = ["Step", "Transform", "transform"]

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
+from weightprep.deferred import torch
 from weightprep.formats import EncodedShape, Encoding
 from weightprep.formats.mx import MX_GROUP, dequantize_mxfp4
 from weightprep.transforms.bundle import Bundle

@@ -1,0 +1,76 @@
+"""bf16 to float8_e4m3fn by table and without torch: what a converter does to most checkpoints, in a process that is at
+work before torch would have been imported.
+
+The bits are those of :func:`weightprep.formats.e4m3.quantize_e4m3fn` under one multiplier.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightprep.formats.e4m3 import AMAX_FLOOR, E4M3FN_MAX
+
+__all__ = ["bf16_values", "count_codes", "decode_table", "encode_table", "look_up_codes", "multiplier"]
+
+_CODES = 1 << 16
+# Elements that are worked on at a time: their 64-bit indices stay in a core's cache.
+_CHUNK = 1 << 18
+
+
+def bf16_values() -> NDArray[np.float32]:
+    """The value of every bf16 code, float32 [65536]."""
+    return (np.arange(_CODES, dtype=np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def count_codes(codes: NDArray[np.uint16]) -> NDArray[np.int64]:
+    """How often each 16-bit code stands in `codes`, a flat array: int64 [65536]."""
+    counts = np.zeros(_CODES, dtype=np.int64)
+    for start in range(0, codes.size, _CHUNK):
+        counts += np.bincount(codes[start : start + _CHUNK], minlength=_CODES)
+    return counts
+
+
+def multiplier(amax: np.float32) -> tuple[np.float32, np.float32]:
+    """m and scale of `quantization_multiplier`: m = 448 * (1 / amax), scale = 1 / m, each rounded to float32."""
+    one = np.float32(1)
+    if amax == 0:
+        return one, one
+    m = one / np.maximum(amax, np.float32(AMAX_FLOOR)) * np.float32(E4M3FN_MAX)
+    return m, one / m
+
+
+def encode_table(m: np.float32) -> NDArray[np.uint8]:
+    """clamp(w * m, -448, 448) rounded to nearest even into e4m3fn, for the w of every bf16 code: uint8 [65536].
+
+    Entries of NaN codes mean nothing.
+    """
+    # Codes far above the amax that m belongs to overflow to infinity, which saturates.
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = bf16_values() * m
+    magnitude = np.minimum(np.abs(scaled), np.float32(E4M3FN_MAX))
+    bits = magnitude.view(np.uint32)
+    # Three of 23 mantissa bits stay; a carry moves into the exponent as it should. The biases differ by 120.
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # Codes below 2^-6 count units of 2^-9, the last place of a float32 from 2^14 on: the addition rounds to them.
+    unit = np.float32(2**14)
+    subnormal = (magnitude + unit).view(np.uint32) - unit.view(np.uint32)
+    codes = np.where(magnitude < np.float32(2**-6), subnormal, normal)
+    return (codes | ((scaled.view(np.uint32) >> 24) & 0x80)).astype(np.uint8)
+
+
+def decode_table() -> NDArray[np.float32]:
+    """The value of every e4m3fn code, float32 [256]; the NaN codes 0x7f and 0xff come out as 480."""
+    codes = np.arange(256, dtype=np.uint16)
+    # Sign, exponent and mantissa are moved to where float16 has them, subnormals included; the biases differ by 8.
+    moved = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
+    return moved.view(np.float16).astype(np.float32) * np.float32(256)
+
+
+def look_up_codes(table: NDArray[np.uint8], codes: NDArray[np.uint16]) -> NDArray[np.uint8]:
+    """table[codes] of a flat array."""
+    found = np.empty(codes.size, dtype=np.uint8)
+    for start in range(0, codes.size, _CHUNK):
+        # No index is out of range; without a mode numpy would check, into a copy of the output.
+        np.take(table, codes[start : start + _CHUNK], out=found[start : start + _CHUNK], mode="clip")
+    return found
