@@ -126,6 +126,8 @@ def decoded(checkpoint: Checkpoint, module: str) -> np.ndarray:
     if found.encoded.block is not None:
         rows, columns = values.shape
         scale = np.repeat(np.repeat(scale, 128, axis=0), 128, axis=1)[:rows, :columns]
+    elif scale.ndim == 1:
+        scale = scale[:, None]
     return values.astype(np.float32) * scale
 
 

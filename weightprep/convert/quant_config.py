@@ -15,7 +15,7 @@ from typing import Any
 
 from weightprep.checkpoint.config import ModelConfig
 from weightprep.checkpoint.exclude import EXCLUDE_KEYS, ExcludeEntry, ExcludeList, draft_names, read_exclude_list
-from weightprep.convert.runtime_names import names_to_exclude
+from weightprep.convert.runtime_names import names_to_exclude, with_bare_names
 from weightprep.errors import CheckpointError
 
 __all__ = ["Modules", "StoredScale", "edit_config", "edit_hf_quant_config", "overridden_entries", "storage_for"]
@@ -51,22 +51,26 @@ class Modules:
     :param quantized: those that the conversion stores quantized
     :param linears: every module with a matrix, in the checkpoint's order
     :param nextn_prefixes: the layers that a draft model holds under other names
+    :param wrapper_prefix: what a wrapper puts before the language model's names, "" without one
     """
 
     quantized: Sequence[str]
     linears: Sequence[str]
     nextn_prefixes: Sequence[str]
+    wrapper_prefix: str = ""
 
     @property
     def others(self) -> list[str]:
         """Every name that a loader may use for a linear that is not one of `quantized`."""
         quantized = set(self.quantized)
-        return names_to_exclude((name for name in self.linears if name not in quantized), self.nextn_prefixes)
+        kept = (name for name in self.linears if name not in quantized)
+        return with_bare_names(names_to_exclude(kept, self.nextn_prefixes), self.wrapper_prefix)
 
     @property
     def quantized_names(self) -> list[str]:
-        """`quantized`, each also by the draft model's name where it has one."""
-        return [name for m in self.quantized for name in (m, *draft_names(m, self.nextn_prefixes))]
+        """`quantized`, each also by the names that it has in a draft model and outside a wrapper."""
+        names = [name for m in self.quantized for name in (m, *draft_names(m, self.nextn_prefixes))]
+        return with_bare_names(names, self.wrapper_prefix)
 
 
 def storage_for(config: ModelConfig) -> StoredScale:
@@ -176,7 +180,9 @@ def _declare_quark(quantization: dict[str, Any], names: Sequence[str]) -> None:
 
 
 def _declare_compressed_tensors(quantization: dict[str, Any], names: Sequence[str]) -> None:
-    """One more group; formats move from the top to the groups where they differ."""
+    """One more group. Where formats differ each group names its own; the one at the top stays, because sglang builds
+    packed experts by it alone.
+    """
     numbers = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "group_size": None}
     ours = "float-quantized"
     groups: dict[str, Any] = quantization.setdefault("config_groups", {})
@@ -184,7 +190,6 @@ def _declare_compressed_tensors(quantization: dict[str, Any], names: Sequence[st
     if top not in (ours, "mixed-precision"):
         for group in groups.values():
             group.setdefault("format", top)
-        quantization["format"] = "mixed-precision"
     groups["weightprep"] = {
         "targets": list(names),
         "weights": {**numbers, "dynamic": False},

@@ -1,8 +1,8 @@
 """The names under which loaders look a module up in an exclude list, beside the one that the checkpoint gives it.
 
-sglang fuses some projections into one, calls all experts of a layer one module, and builds the NextN layer as
-`model.decoder`: an exclude list with checkpoint names alone makes it build those modules quantized, and the load then
-fails or, worse, does not.
+sglang fuses some projections into one, calls all experts of a layer one module, builds the NextN layer as
+`model.decoder`, and asks for the language model of a wrapper without the wrapper's prefix: an exclude list with
+checkpoint names alone makes it build those modules quantized, and the load then fails or, worse, does not.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from weightprep.checkpoint.exclude import FUSED, draft_names
 
-__all__ = ["linear_modules", "names_to_exclude"]
+__all__ = ["linear_modules", "names_to_exclude", "with_bare_names"]
 
 _EXPERT = re.compile(r"^(.*\.experts)\.\d+\..+$")
 
@@ -39,6 +39,12 @@ def names_to_exclude(modules: Iterable[str], nextn_prefixes: Iterable[str]) -> l
             names[name] = None
             names.update(dict.fromkeys(draft_names(name, prefixes)))
     return list(names)
+
+
+def with_bare_names(names: Iterable[str], prefix: str) -> list[str]:
+    """`names`, and those under a wrapper's `prefix` also without it."""
+    spelled = ((name, name.removeprefix(prefix)) for name in names)
+    return list(dict.fromkeys(name for pair in spelled for name in pair))
 
 
 def _fused(module: str, present: set[str]) -> Iterator[str]:

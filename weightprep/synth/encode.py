@@ -74,15 +74,17 @@ def stored_as(scheme: Scheme, shape: tuple[int, ...]) -> tuple[Stored, ...]:
             Stored("", scheme.packed_dtype, (rows, columns // 2)),
             Stored(scheme.scale_suffix, scheme.scale_dtype, (rows, columns // 32)),
         )
-    scale_shape: tuple[int, ...] = (rows, 1)
-    if scheme.encoding in _BLOCKED:
-        scale_shape = (-(-rows // BLOCK), -(-columns // BLOCK))
-    elif scheme.encoding is Encoding.FP8_TENSOR:
-        scale_shape = ()
     return (
         Stored("", "I8" if scheme.encoding in _INT8 else "F8_E4M3", shape),
-        Stored(scheme.scale_suffix, scheme.scale_dtype, scale_shape),
+        Stored(scheme.scale_suffix, scheme.scale_dtype, _scale_shape(scheme.encoding, rows, columns)),
     )
+
+
+def _scale_shape(encoding: Encoding, rows: int, columns: int) -> tuple[int, ...]:
+    if encoding in _BLOCKED:
+        return (-(-rows // BLOCK), -(-columns // BLOCK))
+    # Quark writes a scale for each row as [N], the int8 exporters as [N, 1]
+    return {Encoding.FP8_TENSOR: (), Encoding.FP8_CHANNEL: (rows,)}.get(encoding, (rows, 1))
 
 
 def encode(weight: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, ...]:
@@ -110,6 +112,7 @@ def encode(weight: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, ...]:
     spread = _spread(scale, weight.shape) if scheme.encoding in _BLOCKED else scale
     scaled = (weight / spread).clamp(-largest, largest)
     quantized = torch.round(scaled).to(torch.int8) if is_int else scaled.to(torch.float8_e4m3fn)
+    scale = scale.reshape(_scale_shape(scheme.encoding, *weight.shape))
     return quantized, scale.to(torch.float8_e8m0fnu) if scheme.scale_dtype == "F8_E8M0" else scale
 
 

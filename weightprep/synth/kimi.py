@@ -42,6 +42,7 @@ _VISION = {
     "rgb": 3,
     "grid": 8,
 }
+_VISION_SIZES = {"num_attention_heads": 2, "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128}
 _BLOCK = "vision_tower.encoder.blocks.0."
 _VISION_ROWS = (
     Row("vision_tower.patch_embed.proj.weight", ("vision_hidden", "rgb", "patch", "patch"), Kind.KEPT),
@@ -83,16 +84,14 @@ KIMI_K25 = replace(
         "media_placeholder_token_id": 500,
         "pad_token_id": 0,
         "tie_word_embeddings": False,
+        # The published sizes stand under `vt_`. Readers look for them without it, and the published ones are their defaults.
         "vision_config": {
             "model_type": "kimi_k25",
             "patch_size": 14,
             "init_pos_emb_height": 8,
             "init_pos_emb_width": 8,
             "init_pos_emb_time": 4,
-            "vt_num_attention_heads": 2,
-            "vt_num_hidden_layers": 1,
-            "vt_hidden_size": 64,
-            "vt_intermediate_size": 128,
+            **{prefix + key: size for key, size in _VISION_SIZES.items() for prefix in ("vt_", "")},
             "merge_kernel_size": [2, 2],
             "mm_hidden_size": 64,
             "text_hidden_size": SMALL_SIZES["hidden_size"],

@@ -67,9 +67,7 @@ ENCODINGS: Mapping[str, CheckpointEncoding] = MappingProxyType(
                 Scheme(Encoding.FP8_BLOCK, ".weight_scale_inv", scale_dtype="F8_E8M0", power_of_two=True),
             ),
             # Quark's file-to-file export renames the block scales.
-            CheckpointEncoding(
-                "fp8_block_quark", "quark", Scheme(Encoding.FP8_BLOCK), Scheme(Encoding.FP8_BLOCK), _MXFP4
-            ),
+            CheckpointEncoding("fp8_block_quark", "quark", Scheme(Encoding.FP8_BLOCK), _MXFP4, _MXFP4),
             _uniform("fp8_channel", "quark", _CHANNEL),
             _uniform("fp8_tensor", "quark", Scheme(Encoding.FP8_TENSOR)),
             _uniform("mxfp4", "quark", _MXFP4),
@@ -83,6 +81,16 @@ ENCODINGS: Mapping[str, CheckpointEncoding] = MappingProxyType(
             _uniform("int8_block", "blockwise_int8", Scheme(Encoding.INT8_BLOCK, ".weight_scale_inv")),
         )
     }
+)
+
+# Dense MLPs and shared experts, and nothing of routed experts.
+_MLP_PATTERNS = ("*mlp.gate_proj", "*mlp.up_proj", "*mlp.down_proj", "*shared_experts*")
+# As Kimi K2.5 publishes it.
+_KIMI_IGNORE = (
+    "lm_head",
+    "re:.*self_attn.*",
+    "re:.*shared_experts.*",
+    r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
 )
 
 _QUARK_WEIGHTS: Mapping[Encoding, Mapping[str, object]] = MappingProxyType(
@@ -135,15 +143,14 @@ def quantization_config(
     if encoding.method == "quark":
         return _quark(encoding, linears)
     if encoding.method == "compressed-tensors":
-        return _compressed_tensors(linears)
+        return _compressed_tensors()
     block = {"weight_block_size": [BLOCK, BLOCK]} if encoding.attention.encoding is Encoding.INT8_BLOCK else {}
     return {"quant_method": encoding.method, "activation_scheme": "dynamic", **block, "ignore": linears}
 
 
 def _quark(encoding: CheckpointEncoding, exclude: list[str]) -> dict[str, object]:
-    layers = {}
-    if encoding.attention not in (encoding.expert, _BF16):
-        layers["*self_attn*"] = _quark_scheme(encoding.attention)
+    patterns = (("*self_attn*", encoding.attention), *((name, encoding.mlp) for name in _MLP_PATTERNS))
+    layers = {name: _quark_scheme(scheme) for name, scheme in patterns if scheme not in (encoding.expert, _BF16)}
     return {
         "quant_method": "quark",
         "quant_mode": "eager_mode",
@@ -162,7 +169,7 @@ def _quark_scheme(scheme: Scheme) -> dict[str, object]:
     return {"weight": weight, "input_tensors": {**weight, "is_dynamic": True}, "output_tensors": None, "bias": None}
 
 
-def _compressed_tensors(ignore: list[str]) -> dict[str, object]:
+def _compressed_tensors() -> dict[str, object]:
     weights: dict[str, object] = {
         "actorder": None,
         "block_structure": None,
@@ -179,7 +186,7 @@ def _compressed_tensors(ignore: list[str]) -> dict[str, object]:
     return {
         "config_groups": {"group_0": group},
         "format": "pack-quantized",
-        "ignore": ignore,
+        "ignore": list(_KIMI_IGNORE),
         "kv_cache_scheme": None,
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
