@@ -10,8 +10,8 @@ import torch
 from compress_oracle import Ring, compressed
 
 from weightprep.errors import ContractError
+from weightprep.runtime.choice import Backend
 from weightprep.runtime.compress import compress_decode, compress_prefill, gate_score
-from weightprep.runtime.kernel_choice import Backend
 
 BF16, F32 = torch.bfloat16, torch.float32
 POISON = float("nan")
@@ -92,7 +92,7 @@ class Scene:
         self.check(out, expected, {r: n - 1 for r, n in zip(requests, seq_lens, strict=True)})
 
 
-BACKENDS: list[Backend] = ["triton", "torch"]
+BACKENDS = [Backend.TRITON, Backend.TORCH]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

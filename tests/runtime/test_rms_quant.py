@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from weightprep.errors import ContractError
-from weightprep.runtime.kernel_choice import Backend
+from weightprep.runtime.choice import Backend
 from weightprep.runtime.rms_quant import quantize_groups, rms_norm_quantize
 from weightprep.runtime.scale_layout import GroupScaleLayout
 
-BACKENDS: list[Backend] = ["triton", "torch"]
+BACKENDS = [Backend.TRITON, Backend.TORCH]
 SHAPES = [(1, 128), (1, 384), (3, 512), (5, 1536), (2, 200), (17, 13), (4, 7168)]
 FORMATS = {torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn, torch.float8_e4m3fnuz: ml_dtypes.float8_e4m3fnuz}
 

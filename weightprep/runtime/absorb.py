@@ -13,7 +13,7 @@ from weightprep.errors import ContractError
 from weightprep.runtime import dispatch
 from weightprep.runtime.checks import check_operands, check_output
 from weightprep.runtime.choice import ActQuant, Backend, OutQuant, Quantized
-from weightprep.runtime.group_quant import FP8_GROUP, MXFP4_GROUP
+from weightprep.runtime.output import empty_quantized
 from weightprep.runtime.scale_layout import GroupScaleLayout
 
 __all__ = ["absorb_into", "absorb_q", "absorb_v"]
@@ -174,13 +174,8 @@ def _empty_outputs(
     x: torch.Tensor, w: torch.Tensor, out_quant: str, column: bool, head_major: bool, fnuz: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, heads, columns = x.shape[0], x.shape[1], w.shape[2]
-    if out_quant == OutQuant.NONE.value:
+    form = OutQuant(out_quant)
+    if form is OutQuant.NONE:
         shape = (heads, rows, columns) if head_major else (rows, heads, columns)
         return x.new_empty(shape, dtype=torch.bfloat16), x.new_empty((0, 0), dtype=torch.float32)
-    mxfp4 = out_quant == OutQuant.MXFP4.value
-    fp8 = torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn
-    groups = heads * columns // (MXFP4_GROUP if mxfp4 else FP8_GROUP)
-    width = heads * columns // (2 if mxfp4 else 1)
-    scales_shape = (groups, rows) if column else (rows, groups)
-    scales = x.new_empty(scales_shape, dtype=torch.uint8 if mxfp4 else torch.float32)
-    return x.new_empty((rows, width), dtype=torch.uint8 if mxfp4 else fp8), scales.t() if column else scales
+    return empty_quantized(x, columns, form, column_major=column, fnuz=fnuz)

@@ -1,18 +1,10 @@
 // Absorbed batched matrix product for few rows: weights stream from memory once, straight into registers.
 //
-// Compiled by NVRTC with these macros: WP_K, WP_N (contraction, columns per head), WP_WEIGHT (0 e4m3fn, 1 MXFP4),
-// WP_OUT (0 bf16, 1 e4m3fn groups of 128, 2 MXFP4 groups of 32), WP_COLS (columns of one block), WP_WK, WP_WN (warps
-// along K and along N), WP_LOOP (whether a block computes more than one tile of 16 rows), WP_PREFETCH.
+// Compiled by NVRTC behind absorb_common.cuh, with the macros of that file and WP_COLS (columns of one block), WP_WK,
+// WP_WN (warps along K and along N), WP_LOOP (whether a block computes more than one tile of 16 rows), WP_PREFETCH.
 //
-// A lane keeps 16 consecutive k of one weight column. The order of k inside a dot product is free as long as both
-// operands agree, so the fragments of mma.m16n8k16 are filled from these 16 without any exchange between lanes:
-// step s of a chunk of 64 multiplies k = 16 * (lane % 4) + 4 * s + {0, 1, 2, 3}.
 // A quantization group of 128 columns is spread over a cluster of 128 / WP_COLS blocks, so that few heads still fill
 // the GPU; the blocks tell each other their maxima through distributed shared memory.
-
-typedef unsigned int u32;
-typedef unsigned char u8;
-typedef unsigned short u16;
 
 #define THREADS (32 * WP_WK * WP_WN)
 #define CLUSTER (WP_OUT == 1 ? 128 / WP_COLS : 1)
@@ -25,8 +17,6 @@ typedef unsigned short u16;
 #define ROWS_PER_PASS (THREADS / LANES_PER_ROW)
 #define PASSES ((ROWS + ROWS_PER_PASS - 1) / ROWS_PER_PASS)
 #define PITCH (WP_COLS + 4)
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // 16 consecutive k of the rows `row` and `row + 8` for every chunk; rows past the end are zero.
 __device__ __forceinline__ void load_rows(uint4 (&a)[CHUNKS][2][2], const u16* x, int x_m, int row, int rows) {
@@ -41,88 +31,11 @@ __device__ __forceinline__ void load_rows(uint4 (&a)[CHUNKS][2][2], const u16* x
     }
 }
 
-__device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
-  u32 d;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-
 __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-
-__device__ __forceinline__ float round_bf16(float x) {
-  u16 bits;
-  float y;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
-  asm("mov.b32 %0, {%1, %2};" : "=f"(y) : "h"((u16)0), "h"(bits));
-  return y;
-}
-
-#if WP_WEIGHT == 0
-struct Raw { u32 q[4]; };
-
-__device__ __forceinline__ Raw load_weight(const u8* p) {
-  Raw r;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r.q[0]), "=r"(r.q[1]), "=r"(r.q[2]), "=r"(r.q[3]) : "l"(p));
-  return r;
-}
-
-// The 7 bits of an e4m3 magnitude placed in bf16's exponent and mantissa are the value times 2^-120.
-__device__ __forceinline__ u32 e4m3_pair(u32 q, u32 selector) {
-  u32 t = __byte_perm(q, 0, selector);
-  u32 bits = (t & 0x80008000u) | ((t >> 4) & 0x07F007F0u);
-  return mul_bf16x2(bits, 0x7B807B80u);
-}
-
-__device__ __forceinline__ void widen(const Raw& r, u32, u32 (&b)[8]) {
-#pragma unroll
-  for (int s = 0; s < 4; ++s) {
-    b[2 * s] = e4m3_pair(r.q[s], 0x1404);
-    b[2 * s + 1] = e4m3_pair(r.q[s], 0x3424);
-  }
-}
-#else
-struct Raw { u32 q[2]; };
-
-__device__ __forceinline__ Raw load_weight(const u8* p) {
-  Raw r;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(r.q[0]), "=r"(r.q[1]) : "l"(p));
-  return r;
-}
-
-// The 3 bits of an e2m1 magnitude placed in bf16's exponent and mantissa are the value times 2^-126.
-__device__ __forceinline__ u32 e2m1_pair(u32 q, u32 selector, u32 scale) {
-  u32 t = __byte_perm(q, 0, selector);
-  u32 bits = ((t << 4) & 0x8000u) | ((t >> 2) & 0x01C0u) | (t & 0x80000000u) | ((t >> 6) & 0x01C00000u);
-  return mul_bf16x2(mul_bf16x2(bits, 0x7E807E80u), scale);
-}
-
-__device__ __forceinline__ void widen(const Raw& r, u32 scale, u32 (&b)[8]) {
-#pragma unroll
-  for (int s = 0; s < 4; ++s) {
-    u32 q = r.q[s / 2];
-    b[2 * s] = e2m1_pair(q, s % 2 ? 0x2424 : 0x0404, scale);
-    b[2 * s + 1] = e2m1_pair(q, s % 2 ? 0x3434 : 0x1414, scale);
-  }
-}
-
-__device__ __forceinline__ u32 e8m0_pair(u32 byte) {
-  u32 bits = byte == 0 ? 0x0040u : byte == 255 ? 0x7FC0u : byte << 7;
-  return bits | (bits << 16);
-}
-#endif
-
-#if WP_OUT == 2
-__device__ __forceinline__ u32 e2m1_code(float x) {
-  float a = fabsf(x);
-  u32 code = (a >= 0.25f) + (a >= 0.75f) + (a >= 1.25f) + (a >= 1.75f) + (a >= 2.5f) + (a >= 3.5f) + (a >= 5.0f);
-  return code | ((__float_as_uint(x) >> 28) & 8u);
-}
-#endif
 
 // Strides are in elements. x and w are contiguous along k, out along n. `w_scale` is one float32 (read for e4m3fn
 // only), `mx_scale` e8m0 bytes (H, WP_K / 32, WP_N), `scales` the scales of the quantized output (rows, groups).
@@ -132,10 +45,9 @@ extern "C" __global__ void
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
 __launch_bounds__(THREADS)
-absorb_decode(const u16* __restrict__ x, int x_m, int x_h, const u8* __restrict__ w, int w_h, int w_n,
-              const float* __restrict__ w_scale, const u8* __restrict__ mx_scale, int s_h, int s_k, int s_n,
-              void* __restrict__ out, int o_m, int o_h, void* __restrict__ scales, int q_m, int q_g, int rows,
-              int tiles) {
+absorb_decode(const u16* __restrict__ x, const u8* __restrict__ w, const float* __restrict__ w_scale,
+              const u8* __restrict__ mx_scale, void* __restrict__ out, void* __restrict__ scales, int x_m, int x_h,
+              int w_h, int w_n, int s_h, int s_k, int s_n, int o_m, int o_h, int q_m, int q_g, int rows, int tiles) {
   __shared__ float partial[BUFFERS][WP_WK][ROWS][PITCH];
   const int head = blockIdx.y, column0 = blockIdx.x * WP_COLS, row0 = blockIdx.z * tiles * ROWS;
   const u8* w_base = w + (long long)head * w_h;
@@ -152,12 +64,7 @@ absorb_decode(const u16* __restrict__ x, int x_m, int x_h, const u8* __restrict_
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 #endif
 #if WP_PREFETCH
-  // The kernel before us may still run: nothing may be read yet, but weights can travel to the L2 cache, which is
-  // coherent. Then wait until that kernel has finished and its writes are visible.
-  if (threadIdx.x < WP_COLS)
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
-                 :: "l"(w_base + (long long)(column0 + threadIdx.x) * w_n), "n"(WP_WEIGHT ? WP_K / 2 : WP_K));
-  asm volatile("griddepcontrol.launch_dependents;\n griddepcontrol.wait;" ::: "memory");
+  begin_early(w_base + (long long)column0 * w_n, w_n, WP_COLS);
 #endif
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, t = lane % 4;
@@ -312,25 +219,14 @@ absorb_decode(const u16* __restrict__ x, int x_m, int x_h, const u8* __restrict_
 #pragma unroll
       for (int peer = 0; peer < CLUSTER; ++peer) group_max = fmaxf(group_max, maxima[buffer][peer][row]);
 #endif
-      const float scale = __fdiv_rn(fmaxf(group_max, 1e-10f), 448.0f), inverse = __fdiv_rn(1.0f, scale);
-      u16 low, high;
-      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(v[p][1] * inverse), "f"(v[p][0] * inverse));
-      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(v[p][3] * inverse), "f"(v[p][2] * inverse));
+      const float scale = fp8_scale(group_max);
       const int column = head * WP_N + column0 + 4 * part;
-      *(u32*)((u8*)out + m * o_m + column) = low | ((u32)high << 16);
+      *(u32*)((u8*)out + m * o_m + column) = fp8x4(v[p], __fdiv_rn(1.0f, scale));
       if (column % 128 == 0) ((float*)scales)[m * q_m + (long long)(column / 128) * q_g] = scale;
 #else
-      int exponent = (int)((__float_as_uint(amax[p]) + 0x200000u) >> 23) - 129;
-      exponent = min(max(exponent, -127), 127);
-      // 2^-exponent in two factors: one alone is not representable for the smallest exponents.
-      const int half = exponent >> 1;
-      const float f0 = __uint_as_float((u32)(127 - half) << 23);
-      const float f1 = __uint_as_float((u32)(127 - exponent + half) << 23);
-      u32 packed = 0;
-#pragma unroll
-      for (int c = 0; c < 4; ++c) packed |= e2m1_code(v[p][c] * f0 * f1) << (4 * c);
+      const int exponent = mxfp4_exponent(amax[p]);
       const int column = head * WP_N + column0 + 4 * part;
-      *(u16*)((u8*)out + m * o_m + column / 2) = (u16)packed;
+      *(u16*)((u8*)out + m * o_m + column / 2) = e2m1x4(v[p], exponent);
       if (column % 32 == 0) ((u8*)scales)[m * q_m + (long long)(column / 32) * q_g] = (u8)(exponent + 127);
 #endif
     }

@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 
 from weightprep.errors import ContractError
+from weightprep.runtime.choice import Backend
 from weightprep.runtime.compress_reference import compress_decode_reference, compress_prefill_reference, window_of
-from weightprep.runtime.kernel_choice import Backend, use_triton
+from weightprep.runtime.kernel_choice import use_triton
 
 __all__ = ["compress_decode", "compress_prefill", "gate_score"]
 
@@ -46,7 +47,7 @@ def compress_decode(
     *,
     ratio: int,
     out: torch.Tensor | None = None,
-    backend: Backend = "auto",
+    backend: Backend = Backend.AUTO,
 ) -> torch.Tensor:
     """Store one new token per request in `state` and compress the windows that it completes.
 
@@ -78,7 +79,7 @@ def compress_prefill(
     *,
     ratio: int,
     out: torch.Tensor | None = None,
-    backend: Backend = "auto",
+    backend: Backend = Backend.AUTO,
 ) -> torch.Tensor:
     """Compress every completed window of a batch of many tokens, then store the rows that later windows need.
 

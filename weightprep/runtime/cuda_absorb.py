@@ -1,8 +1,9 @@
-"""NVRTC: compile and launch absorb_decode.cu, the kernel for few rows on NVIDIA GPUs from compute capability 9.0.
+"""NVRTC: compile and launch absorb_decode.cu (few rows) and absorb_wgmma.cu (many rows) on NVIDIA GPUs.
 
 Triton cannot share a maximum between the blocks of a cluster, and one block for a quantization group of 128 columns
-leaves most of the GPU idle when there are few heads. torch compiles the source itself; neither nvcc nor a host
-compiler is needed. A variant is compiled on its first call, which must therefore not be a CUDA-graph capture: see
+leaves most of the GPU idle when there are few heads; and it takes widened weights through shared memory, which the
+tensor cores then read again for every row tile. torch compiles the sources itself; neither nvcc nor a host compiler is
+needed. A variant is compiled on its first call, which must therefore not be a CUDA-graph capture: see
 :func:`compile_variant`.
 """
 
@@ -11,31 +12,40 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from importlib import resources
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from weightprep.errors import EngineError
 from weightprep.runtime import cuda_launch as launcher
+from weightprep.runtime.choice import OutQuant
 from weightprep.runtime.group_quant import FP8_GROUP
-from weightprep.runtime.tuning import DecodeConfig
+from weightprep.runtime.output import form_of, launch_strides
+from weightprep.runtime.tuning import CudaConfig, DecodeConfig, WgmmaConfig
 
-__all__ = ["compile_variant", "launch_decode", "unsupported"]
+__all__ = ["compile_variant", "launch_cuda", "unsupported"]
 
-_CHUNK_K = 64
+_CHUNK_K: Final = 64
+_FORM_MACRO: Final = {OutQuant.NONE: 0, OutQuant.FP8_GROUP: 1, OutQuant.MXFP4: 2}
 
 
-def unsupported(x: torch.Tensor, w: torch.Tensor, mx_scale: torch.Tensor | None, out: torch.Tensor) -> str | None:
-    """Why this kernel cannot take the tensors, or None when it can."""
+def unsupported(
+    x: torch.Tensor, w: torch.Tensor, mx_scale: torch.Tensor | None, out: torch.Tensor, config: CudaConfig
+) -> str | None:
+    """Why the kernel of `config` cannot take the tensors, or None when it can."""
     k, columns = x.shape[2], w.shape[2]
     if not x.is_cuda or torch.version.hip is not None or torch.cuda.get_device_capability(x.device) < (9, 0):
         return "needs an NVIDIA GPU of compute capability 9.0"
+    if isinstance(config, WgmmaConfig) and torch.cuda.get_device_capability(x.device) != (9, 0):
+        return "wgmma exists in compute capability 9.0 alone"
     if not hasattr(torch.cuda, "_compile_kernel"):
         return f"torch {torch.__version__} cannot compile CUDA sources"
     if x.dtype != torch.bfloat16 or w.dtype not in (torch.float8_e4m3fn, torch.uint8):
         return f"activations {x.dtype} with weights {w.dtype}"
     if k % _CHUNK_K or columns % FP8_GROUP:
         return f"K = {k} is not a multiple of 64 or N = {columns} not of 128"
+    if not config.fits(k, columns):
+        return f"{config} does not divide K = {k}, N = {columns}"
     if x.stride(2) != 1 or w.stride(1) != 1 or out.stride(-1) != 1:
         return "k of activations and weights, or the last dimension of the output, is not contiguous"
     if out.dtype == torch.float8_e4m3fnuz:
@@ -53,63 +63,56 @@ def unsupported(x: torch.Tensor, w: torch.Tensor, mx_scale: torch.Tensor | None,
 
 
 @functools.cache
-def compile_variant(
-    config: DecodeConfig, k: int, columns: int, mxfp4_weight: bool, out_quant: int
-) -> Callable[..., None]:
+def compile_variant(config: CudaConfig, k: int, columns: int, mxfp4_weight: bool, form: OutQuant) -> Any:
     """The kernel for one shape and configuration; compiled once per process.
 
-    :param out_quant: 0 bf16, 1 fp8 groups of 128, 2 MXFP4 groups of 32
     :raises EngineError: the configuration does not divide the shape, or NVRTC refuses the source
     """
-    if not config.fits(k):
+    if not config.fits(k, columns):
         raise EngineError(
-            "absorb_decode",
-            found=f"{config} for K = {k}",
-            wanted="64 * warps_k to divide K and 8 * warps_n to divide columns",
+            "absorb",
+            found=f"{config} for K = {k}, N = {columns}",
+            wanted="a configuration that divides the shape",
             remedy="correct the tuning table",
         )
     if torch.cuda.is_current_stream_capturing():
         raise EngineError(
-            "absorb_decode",
+            "absorb",
             found=f"first call for K = {k}, N = {columns}, {config} inside a CUDA-graph capture",
             wanted="a call with the same shapes before the capture, which compiles the kernel",
             remedy="run the model once, eagerly, before capturing it",
         )
-    source = resources.files("weightprep.runtime").joinpath("absorb_decode.cu").read_text(encoding="utf-8")
-    macros = {
-        "K": k,
-        "N": columns,
-        "WEIGHT": int(mxfp4_weight),
-        "OUT": out_quant,
-        "COLS": config.columns,
-        "WK": config.warps_k,
-        "WN": config.warps_n,
-        "LOOP": int(config.row_tiles > 1),
-        "PREFETCH": int(config.prefetch),
-    }
+    name = "absorb_decode" if isinstance(config, DecodeConfig) else "absorb_wgmma"
+    files = resources.files("weightprep.runtime")
+    source = "".join(files.joinpath(f).read_text(encoding="utf-8") for f in ("absorb_common.cuh", f"{name}.cu"))
+    macros = {"K": k, "N": columns, "WEIGHT": int(mxfp4_weight), "OUT": _FORM_MACRO[form], **config.macros()}
     compile_kernel: Callable[..., Any] = torch.cuda._compile_kernel
     try:
-        kernel: Callable[..., None] = compile_kernel(
-            source, "absorb_decode", nvcc_options=[f"-DWP_{name}={value}" for name, value in macros.items()]
+        kernel = compile_kernel(
+            source,
+            name,
+            compute_capability=None if isinstance(config, DecodeConfig) else "90a",
+            nvcc_options=[f"-DWP_{macro}={value}" for macro, value in macros.items()],
         )
     except (RuntimeError, OSError) as error:
         raise EngineError(
-            "absorb_decode",
+            name,
             found=f"NVRTC: {error}",
             wanted="a CUDA installation that NVRTC can use",
             remedy="set CUDA_HOME, or choose backend='triton'",
         ) from error
+    launcher.allow_shared_bytes(kernel, config.shared_bytes(k))
     return kernel
 
 
-def launch_decode(
+def launch_cuda(
     x: torch.Tensor,
     w: torch.Tensor,
     w_scale: torch.Tensor | None,
     mx_scale: torch.Tensor | None,
     out: torch.Tensor,
     scales: torch.Tensor | None,
-    config: DecodeConfig,
+    config: CudaConfig,
 ) -> None:
     """Launch for tensors that :func:`unsupported` has accepted; the arguments are those of launch_absorb.
 
@@ -117,31 +120,16 @@ def launch_decode(
     """
     rows, heads, k = x.shape
     columns = w.shape[2]
-    out_quant = 0 if out.dim() == 3 else 2 if out.dtype == torch.uint8 else 1
-    kernel = compile_variant(config, k, columns, mx_scale is not None, out_quant)
-    rows_per_block = 16 * config.row_tiles
+    kernel = compile_variant(config, k, columns, mx_scale is not None, form_of(out))
     # torch's launcher has no null pointer; the kernel does not read `x` in the place of an absent tensor.
+    tensors = [x, w, *(x if t is None else t for t in (w_scale, mx_scale)), out, x if scales is None else scales]
+    strides = [x.stride(0), x.stride(1), w.stride(0), w.stride(2), *launch_strides(mx_scale, out, scales)]
+    tiles = [config.row_tiles] if isinstance(config, DecodeConfig) else []
     launcher.launch(
         kernel,
-        grid=(columns // config.columns, heads, (rows + rows_per_block - 1) // rows_per_block),
-        block=(32 * config.warps_k * config.warps_n, 1, 1),
-        args=[
-            x,
-            x.stride(0),
-            x.stride(1),
-            w,
-            w.stride(0),
-            w.stride(2),
-            x if w_scale is None else w_scale,
-            x if mx_scale is None else mx_scale,
-            *(mx_scale.stride() if mx_scale is not None else (0, 0, 0)),
-            out,
-            out.stride(0),
-            out.stride(1) if out.dim() == 3 else 0,
-            x if scales is None else scales,
-            *(scales.stride() if scales is not None else (0, 0)),
-            rows,
-            config.row_tiles,
-        ],
+        grid=(columns // config.block_columns, heads, -(-rows // config.block_rows)),
+        block=(config.threads, 1, 1),
+        shared_bytes=config.shared_bytes(k),
+        args=[*tensors, *strides, rows, *tiles],
         early=config.prefetch,
     )

@@ -12,10 +12,12 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["launch"]
+__all__ = ["allow_shared_bytes", "launch"]
 
 # From cuda.h: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION.
 _PROGRAMMATIC_STREAM_SERIALIZATION: Final = 6
+# From cuda.h: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
+_MAX_DYNAMIC_SHARED_BYTES: Final = 8
 
 
 class _Attribute(ctypes.Structure):
@@ -47,12 +49,14 @@ def launch(
     *,
     grid: tuple[int, int, int],
     block: tuple[int, int, int],
+    shared_bytes: int,
     args: Sequence[torch.Tensor | int],
     early: bool,
 ) -> None:
     """Launch on the current stream.
 
     :param kernel: what `torch.cuda._compile_kernel` returned
+    :param shared_bytes: dynamic shared memory of a block, within what :func:`allow_shared_bytes` was told
     :param args: tensors become device pointers, integers 32-bit ints
     :param early: allow the kernel to begin before the one ahead of it in the stream has finished
     """
@@ -61,8 +65,21 @@ def launch(
     ]
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
     attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, b"", 1, b"")
-    config = _Config(grid, block, 0, torch.cuda.current_stream().cuda_stream, ctypes.pointer(attribute), int(early))
+    stream = torch.cuda.current_stream().cuda_stream
+    config = _Config(grid, block, shared_bytes, stream, ctypes.pointer(attribute), int(early))
+    _check(_driver().cuLaunchKernelEx(ctypes.byref(config), kernel.func, pointers, None))
+
+
+def allow_shared_bytes(kernel: Any, size: int) -> None:
+    """Let blocks of `kernel` have `size` bytes of dynamic shared memory; beyond 48 KiB the driver asks for this."""
+    _check(_driver().cuFuncSetAttribute(kernel.func, ctypes.c_int(_MAX_DYNAMIC_SHARED_BYTES), ctypes.c_int(size)))
+
+
+def _driver() -> Any:
     utils: Any = torch.cuda._utils
-    utils._check_cuda(
-        utils._get_gpu_runtime_library().cuLaunchKernelEx(ctypes.byref(config), kernel.func, pointers, None)
-    )
+    return utils._get_gpu_runtime_library()
+
+
+def _check(result: int) -> None:
+    utils: Any = torch.cuda._utils
+    utils._check_cuda(result)

@@ -9,10 +9,11 @@ import torch
 
 from weightprep.errors import ContractError
 from weightprep.runtime import witness
-from weightprep.runtime.choice import ActQuant, Backend
+from weightprep.runtime.choice import ActQuant, Backend, OutQuant
 from weightprep.runtime.group_quant import FP8_MAX, quantize_fp8_groups, quantize_mxfp4_groups
+from weightprep.runtime.output import form_of
 from weightprep.runtime.reference import absorb_reference, quantize_activations
-from weightprep.runtime.tuning import BmmConfig, DecodeConfig, TritonConfig, choose, portable
+from weightprep.runtime.tuning import BmmConfig, CudaConfig, DecodeConfig, TritonConfig, choose, portable
 
 __all__ = ["absorb"]
 
@@ -40,20 +41,21 @@ def absorb(
             wanted="an fp8 weight, since the product is then in fp8",
             remedy="pass act_quant=ActQuant.NONE",
         )
-    config: DecodeConfig | TritonConfig | BmmConfig | None
+    form = form_of(out)
+    config: CudaConfig | TritonConfig | BmmConfig | None
     if x_scale is not None:
         # Only this kernel widens fp8 activations.
         backend = Backend.TRITON if x.is_cuda or backend is Backend.TRITON else Backend.TORCH
-        config = None if backend is Backend.TORCH else portable(x.shape[0], x.shape[2], out_quant=_out_quant(out))
+        config = None if backend is Backend.TORCH else portable(x.shape[0], x.shape[2], form=form)
     elif backend is Backend.AUTO:
         backend, config = _automatic(x, w, mx_scale, w_bf16, out, act_quant)
     else:
         config = _named(x, w, mx_scale, out, act_quant, backend)
     some_scales = scales if scales.numel() else None
-    if isinstance(config, DecodeConfig):
-        from weightprep.runtime.cuda_absorb import launch_decode
+    if isinstance(config, CudaConfig):
+        from weightprep.runtime.cuda_absorb import launch_cuda
 
-        launch_decode(x, w, scale, mx_scale, out, some_scales, config)
+        launch_cuda(x, w, scale, mx_scale, out, some_scales, config)
     elif isinstance(config, TritonConfig):
         from weightprep.runtime.triton_absorb import launch_absorb
 
@@ -68,8 +70,7 @@ def absorb(
     else:
         _eager(x, w, scale, mx_scale, out, scales, act_quant, x_scale)
     kind = "bmm_bf16" if isinstance(config, BmmConfig) else backend.value
-    output = "bf16" if out.dim() == 3 else "mxfp4" if out.dtype == torch.uint8 else "fp8_group"
-    witness.count(f"absorb/{kind}/{_weight_name(w)}/{output}")
+    witness.count(f"absorb/{kind}/{_weight_name(w)}/{'bf16' if form is OutQuant.NONE else form.value}")
 
 
 def _automatic(
@@ -79,29 +80,29 @@ def _automatic(
     w_bf16: torch.Tensor | None,
     out: torch.Tensor,
     act_quant: ActQuant,
-) -> tuple[Backend, DecodeConfig | TritonConfig | BmmConfig | None]:
+) -> tuple[Backend, CudaConfig | TritonConfig | BmmConfig | None]:
     if not x.is_cuda:
         return Backend.TORCH, None
-    quant = _out_quant(out)
+    form = form_of(out)
     if w.dtype == torch.bfloat16:
         # cuBLAS and hipBLASLt have no quantizing epilogue; without one they are the faster ones.
-        fallback = portable(x.shape[0], x.shape[2], out_quant=quant)
-        return (Backend.TORCH, BmmConfig(fallback)) if quant == 0 else (Backend.TRITON, fallback)
-    config = choose(x.shape[1], x.shape[0], x.shape[2], w.shape[2], out_quant=quant, mxfp4=mx_scale is not None)
+        fallback = portable(x.shape[0], x.shape[2], form=form)
+        return (Backend.TORCH, BmmConfig(fallback)) if form is OutQuant.NONE else (Backend.TRITON, fallback)
+    config = choose(x.shape[1], x.shape[0], x.shape[2], w.shape[2], form=form, mxfp4=mx_scale is not None)
     if isinstance(config, BmmConfig):
         if w_bf16 is not None:
             return Backend.TORCH, config
         config = config.otherwise
     if act_quant is ActQuant.GROUP or (isinstance(config, TritonConfig) and act_quant is ActQuant.NONE):
-        return Backend.TRITON, _triton(x, quant, act_quant)
-    if isinstance(config, DecodeConfig):
+        return Backend.TRITON, _triton(x, form, act_quant)
+    if isinstance(config, CudaConfig):
         from weightprep.runtime.cuda_absorb import unsupported
 
-        reason = unsupported(x, w, mx_scale, out)
+        reason = unsupported(x, w, mx_scale, out, config)
         if reason is None:
             return Backend.CUDA, config
         witness.decline("absorb/cuda", reason)
-        config = portable(x.shape[0], x.shape[2], out_quant=quant)
+        config = portable(x.shape[0], x.shape[2], form=form)
     return Backend.TRITON, config
 
 
@@ -112,22 +113,23 @@ def _named(
     out: torch.Tensor,
     act_quant: ActQuant,
     backend: Backend,
-) -> DecodeConfig | TritonConfig | None:
+) -> CudaConfig | TritonConfig | None:
     reason = None
-    config: DecodeConfig | TritonConfig | None = None
+    config: CudaConfig | TritonConfig | None = None
     if backend is Backend.TRITON:
-        config = _triton(x, _out_quant(out), act_quant)
+        config = _triton(x, form_of(out), act_quant)
     elif backend is Backend.CUDA:
         from weightprep.runtime.cuda_absorb import unsupported
 
-        reason = unsupported(x, w, mx_scale, out)
+        chosen = choose(x.shape[1], x.shape[0], x.shape[2], w.shape[2], form=form_of(out), mxfp4=mx_scale is not None)
+        if isinstance(chosen, BmmConfig):
+            chosen = chosen.otherwise
+        if isinstance(chosen, TritonConfig):
+            chosen = DecodeConfig(columns=32, warps_k=1 if x.shape[2] % 128 else 2, warps_n=4)
+        config = chosen
+        reason = unsupported(x, w, mx_scale, out, config)
         if act_quant is ActQuant.GROUP:
             reason = "it does not quantize activations"
-        chosen = choose(
-            x.shape[1], x.shape[0], x.shape[2], w.shape[2], out_quant=_out_quant(out), mxfp4=mx_scale is not None
-        )
-        warps_k = 1 if x.shape[2] % 128 else 2
-        config = chosen if isinstance(chosen, DecodeConfig) else DecodeConfig(32, warps_k, 4, 1)
     elif backend is Backend.AITER and (w.dtype not in FP8_MAX or out.dim() != 3 or act_quant is ActQuant.NONE):
         reason = "aiter's kernel takes fp8 weights, quantizes activations and writes bf16"
     if reason is not None:
@@ -140,8 +142,8 @@ def _named(
     return config
 
 
-def _triton(x: torch.Tensor, quant: int, act_quant: ActQuant) -> TritonConfig:
-    config = portable(x.shape[0], x.shape[2], out_quant=quant)
+def _triton(x: torch.Tensor, form: OutQuant, act_quant: ActQuant) -> TritonConfig:
+    config = portable(x.shape[0], x.shape[2], form=form)
     if act_quant is ActQuant.GROUP:
         # The block is the quantization group of the activations.
         config = TritonConfig(config.block_m, config.block_n, 128, config.num_warps, config.num_stages, act_group=True)
@@ -170,10 +172,6 @@ def _eager(
     )
     out.copy_(values)
     scales.copy_(group_scales)
-
-
-def _out_quant(out: torch.Tensor) -> int:
-    return 0 if out.dim() == 3 else 2 if out.dtype == torch.uint8 else 1
 
 
 def _weight_name(w: torch.Tensor) -> str:

@@ -6,9 +6,10 @@ import torch
 
 from weightprep.runtime import witness
 from weightprep.runtime.checks import check_output
-from weightprep.runtime.choice import OutQuant, Quantized
-from weightprep.runtime.group_quant import FP8_GROUP, MXFP4_GROUP, quantize_fp8_groups, quantize_mxfp4_groups
-from weightprep.runtime.kernel_choice import Backend, use_triton
+from weightprep.runtime.choice import Backend, OutQuant, Quantized
+from weightprep.runtime.group_quant import quantize_fp8_groups, quantize_mxfp4_groups
+from weightprep.runtime.kernel_choice import use_triton
+from weightprep.runtime.output import empty_quantized
 from weightprep.runtime.scale_layout import GroupScaleLayout
 
 __all__ = ["flatten_quant_fp8", "flatten_quant_mxfp4"]
@@ -19,7 +20,7 @@ def flatten_quant_fp8(
     *,
     scale_layout: GroupScaleLayout = GroupScaleLayout.ROW,
     fp8_dtype: torch.dtype = torch.float8_e4m3fn,
-    backend: Backend = "auto",
+    backend: Backend = Backend.AUTO,
 ) -> Quantized:
     """x (M, H, N), any strides -> fp8 (M, H * N) and float32 scales (M, H * N / 128).
 
@@ -31,7 +32,7 @@ def flatten_quant_fp8(
 
 
 def flatten_quant_mxfp4(
-    x: torch.Tensor, *, scale_layout: GroupScaleLayout = GroupScaleLayout.ROW, backend: Backend = "auto"
+    x: torch.Tensor, *, scale_layout: GroupScaleLayout = GroupScaleLayout.ROW, backend: Backend = Backend.AUTO
 ) -> Quantized:
     """x (M, H, N), any strides -> packed e2m1 (M, H * N / 2) and e8m0 bytes (M, H * N / 32).
 
@@ -65,9 +66,5 @@ def _(x: torch.Tensor, mxfp4: bool, column: bool, fnuz: bool, triton: bool) -> t
 
 
 def _empty(x: torch.Tensor, mxfp4: bool, column: bool, fnuz: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, width = x.shape[0], x.shape[1] * x.shape[2]
-    fp8 = torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn
-    groups = width // (MXFP4_GROUP if mxfp4 else FP8_GROUP)
-    scales = x.new_empty((groups, rows) if column else (rows, groups), dtype=torch.uint8 if mxfp4 else torch.float32)
-    out = x.new_empty((rows, width // 2 if mxfp4 else width), dtype=torch.uint8 if mxfp4 else fp8)
-    return out, scales.t() if column else scales
+    form = OutQuant.MXFP4 if mxfp4 else OutQuant.FP8_GROUP
+    return empty_quantized(x, x.shape[2], form, column_major=column, fnuz=fnuz)

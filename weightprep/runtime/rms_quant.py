@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from weightprep.errors import ContractError
+from weightprep.runtime.choice import Backend
 from weightprep.runtime.group_quant import FP8_GROUP, FP8_MAX, quantize_fp8_groups
-from weightprep.runtime.kernel_choice import Backend, use_triton
+from weightprep.runtime.kernel_choice import use_triton
 from weightprep.runtime.scale_layout import GroupScaleLayout
 
 __all__ = ["RmsQuantized", "quantize_groups", "rms_norm_quantize"]
@@ -44,7 +45,7 @@ def quantize_groups(
     *,
     layout: GroupScaleLayout = GroupScaleLayout.ROW,
     fp8: torch.dtype = torch.float8_e4m3fn,
-    backend: Backend = "auto",
+    backend: Backend = Backend.AUTO,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize each row in groups of 128.
 
@@ -69,7 +70,7 @@ def rms_norm_quantize(
     keep_normed: bool = False,
     layout: GroupScaleLayout = GroupScaleLayout.ROW,
     fp8: torch.dtype = torch.float8_e4m3fn,
-    backend: Backend = "auto",
+    backend: Backend = Backend.AUTO,
 ) -> RmsQuantized:
     """y = (x + residual) * rsqrt(mean((x + residual)^2) + eps) * weight in float32, quantized in groups; one kernel.
 

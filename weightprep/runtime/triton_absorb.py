@@ -14,7 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from weightprep.runtime.choice import OutQuant
 from weightprep.runtime.group_quant import AMAX_FLOOR, FP8_GROUP, FP8_MAX, MXFP4_GROUP
+from weightprep.runtime.output import form_of, launch_strides
 from weightprep.runtime.triton_quant import fp8_groups, mxfp4_groups
 from weightprep.runtime.tuning import TritonConfig
 
@@ -173,12 +175,11 @@ def launch_absorb(
     """
     rows, heads, k = x.shape
     columns = w.shape[2]
-    if out.dim() == 3:
-        quant, group, out_max, out_m, out_h = 0, 1, 0.0, out.stride(0), out.stride(1)
-    elif out.dtype == torch.uint8:
-        quant, group, out_max, out_m, out_h = 2, MXFP4_GROUP, 0.0, out.stride(0), 0
-    else:
-        quant, group, out_max, out_m, out_h = 1, FP8_GROUP, FP8_MAX[out.dtype], out.stride(0), 0
+    code, group, out_max = {
+        OutQuant.NONE: (0, 1, 0.0),
+        OutQuant.FP8_GROUP: (1, FP8_GROUP, FP8_MAX.get(out.dtype, 0.0)),
+        OutQuant.MXFP4: (2, MXFP4_GROUP, 0.0),
+    }[form_of(out)]
     grid = (triton.cdiv(columns, config.block_n), heads, triton.cdiv(rows, config.block_m))
     _absorb_kernel[grid](
         x,
@@ -192,17 +193,14 @@ def launch_absorb(
         columns,
         *x.stride(),
         *w.stride(),
-        *(mx_scale.stride() if mx_scale is not None else (0, 0, 0)),
-        out_m,
-        out_h,
-        *(scales.stride() if scales is not None else (0, 0)),
+        *launch_strides(mx_scale, out, scales),
         K=k,
         HAS_SCALE=w_scale is not None,
         HAS_X_SCALE=x_scale is not None,
         MXFP4_WEIGHT=mx_scale is not None,
         ACT_GROUP=config.act_group,
         ACT_MAX=FP8_MAX.get(w.dtype, 0.0),
-        OUT_QUANT=quant,
+        OUT_QUANT=code,
         OUT_GROUP=group,
         OUT_MAX=out_max,
         FLOOR=AMAX_FLOOR,

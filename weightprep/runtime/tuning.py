@@ -8,8 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
-__all__ = ["BmmConfig", "Cell", "DecodeConfig", "TritonConfig", "choose", "portable"]
+from weightprep.runtime.choice import OutQuant
+
+__all__ = ["BmmConfig", "Cell", "CudaConfig", "DecodeConfig", "TritonConfig", "WgmmaConfig", "choose", "portable"]
+
+# Dynamic shared memory that one block can have on compute capability 9.0.
+_SHARED_BYTES: Final = 227 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +28,85 @@ class DecodeConfig:
     columns: int
     warps_k: int
     warps_n: int
-    row_tiles: int
+    row_tiles: int = 1
     prefetch: bool = True
 
-    def fits(self, k: int) -> bool:
-        """Whether the blocks divide a contraction of length `k`."""
-        return k % (64 * self.warps_k) == 0 and self.columns % (8 * self.warps_n) == 0
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_k * self.warps_n
+
+    @property
+    def block_columns(self) -> int:
+        return self.columns
+
+    @property
+    def block_rows(self) -> int:
+        return 16 * self.row_tiles
+
+    def fits(self, k: int, columns: int) -> bool:
+        """Whether the blocks divide a contraction of length `k` and `columns` columns per head."""
+        return k % (64 * self.warps_k) == 0 and self.columns % (8 * self.warps_n) == 0 == columns % self.columns
+
+    def shared_bytes(self, k: int) -> int:
+        """Dynamic shared memory of a block; this kernel has static shared memory alone."""
+        return 0
+
+    def macros(self) -> dict[str, int]:
+        """The macros of the source, without their common prefix."""
+        return {
+            "COLS": self.columns,
+            "WK": self.warps_k,
+            "WN": self.warps_n,
+            "LOOP": int(self.row_tiles > 1),
+            "PREFETCH": int(self.prefetch),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class WgmmaConfig:
+    """absorb_wgmma.cu: rows of a block, warpgroups of 64 columns, chunks of 64 k in flight, blocks per multiprocessor.
+
+    `prefetch` as in :class:`DecodeConfig`.
+    """
+
+    rows: int
+    groups: int
+    depth: int
+    min_blocks: int = 1
+    prefetch: bool = True
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.groups
+
+    @property
+    def block_columns(self) -> int:
+        return 64 * self.groups
+
+    @property
+    def block_rows(self) -> int:
+        return self.rows
+
+    def fits(self, k: int, columns: int) -> bool:
+        """Whether the blocks divide the shape and their activations fit shared memory."""
+        return k % 64 == 0 == columns % self.block_columns and self.shared_bytes(k) <= _SHARED_BYTES
+
+    def shared_bytes(self, k: int) -> int:
+        """Dynamic shared memory of a block: activations for all of K, and in their place later the result."""
+        return self.rows * max(2 * k, 2 * self.block_columns + 16)
+
+    def macros(self) -> dict[str, int]:
+        """The macros of the source, without their common prefix."""
+        return {
+            "ROWS": self.rows,
+            "GROUPS": self.groups,
+            "DEPTH": self.depth,
+            "MIN_BLOCKS": self.min_blocks,
+            "PREFETCH": int(self.prefetch),
+        }
+
+
+CudaConfig = DecodeConfig | WgmmaConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +129,7 @@ class TritonConfig:
 class BmmConfig:
     """torch.bmm on a bf16 copy of the weight is the fastest way for this cell, where the caller has such a copy."""
 
-    otherwise: DecodeConfig | TritonConfig
+    otherwise: CudaConfig | TritonConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,36 +138,35 @@ class Cell:
 
     heads: int
     rows: int
-    config: DecodeConfig | TritonConfig | BmmConfig
+    config: CudaConfig | TritonConfig | BmmConfig
 
 
 def choose(
-    heads: int, rows: int, k: int, columns: int, *, out_quant: int, mxfp4: bool
-) -> DecodeConfig | TritonConfig | BmmConfig:
+    heads: int, rows: int, k: int, columns: int, *, form: OutQuant, mxfp4: bool
+) -> CudaConfig | TritonConfig | BmmConfig:
     """Configuration for x (rows, heads, k) times (heads, k, columns).
 
     Cells of the nearest measured number of heads are used for others too; more rows than measured take the rule.
-
-    :param out_quant: 0 bf16, 1 fp8 groups of 128, 2 MXFP4 groups of 32
     """
     from weightprep.runtime.tuning_h200 import MEASURED
 
-    cells = MEASURED.get((k, columns, out_quant, mxfp4), ())
+    cells = MEASURED.get((k, columns, form, mxfp4), ())
     fitting = [cell for cell in cells if rows <= cell.rows]
     if fitting:
         nearest = min(fitting, key=lambda c: (abs(math.log2(c.heads / heads)), c.rows))
         return nearest.config
     if rows <= 64 and k % 64 == 0 and columns % 128 == 0:
-        return DecodeConfig(columns=32, warps_k=2 if k % 128 == 0 else 1, warps_n=4, row_tiles=1)
-    return portable(rows, k, out_quant=out_quant)
+        return DecodeConfig(columns=32, warps_k=2 if k % 128 == 0 else 1, warps_n=4)
+    many = WgmmaConfig(rows=64, groups=2, depth=8)
+    return many if many.fits(k, columns) else portable(rows, k, form=form)
 
 
-def portable(rows: int, k: int, *, out_quant: int) -> TritonConfig:
+def portable(rows: int, k: int, *, form: OutQuant) -> TritonConfig:
     """Triton configuration for any GPU and shape: enough columns for a quantization group, few rows for few tokens."""
     block_m = 16 if rows <= 16 else 32 if rows <= 128 else 128
     return TritonConfig(
         block_m=block_m,
-        block_n=128 if out_quant else 64,
+        block_n=64 if form is OutQuant.NONE else 128,
         block_k=64 if k % 128 else 128,
         num_warps=8 if block_m == 128 else 4,
         num_stages=3,

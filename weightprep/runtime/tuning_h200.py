@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
+from weightprep.runtime.choice import OutQuant
 from weightprep.runtime.tuning import BmmConfig, Cell, DecodeConfig, TritonConfig
 
 __all__ = ["MEASURED"]
 
 # (K, N, output quantization, MXFP4 weights) -> cells
-MEASURED: Final[dict[tuple[int, int, int, bool], tuple[Cell, ...]]] = {
-    (512, 256, 1, False): (
+MEASURED: Final[dict[tuple[int, int, OutQuant, bool], tuple[Cell, ...]]] = {
+    (512, 256, OutQuant.FP8_GROUP, False): (
         Cell(8, 1, DecodeConfig(columns=32, warps_k=2, warps_n=4, row_tiles=1, prefetch=True)),
         Cell(8, 4, DecodeConfig(columns=32, warps_k=2, warps_n=4, row_tiles=1, prefetch=True)),
         Cell(8, 16, DecodeConfig(columns=32, warps_k=2, warps_n=4, row_tiles=1, prefetch=True)),
@@ -39,7 +40,7 @@ MEASURED: Final[dict[tuple[int, int, int, bool], tuple[Cell, ...]]] = {
             TritonConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3, swap=False, act_group=False),
         ),
     ),
-    (192, 512, 0, False): (
+    (192, 512, OutQuant.NONE, False): (
         Cell(8, 1, DecodeConfig(columns=64, warps_k=1, warps_n=8, row_tiles=1, prefetch=True)),
         Cell(8, 4, DecodeConfig(columns=32, warps_k=1, warps_n=4, row_tiles=1, prefetch=True)),
         Cell(8, 16, DecodeConfig(columns=16, warps_k=1, warps_n=1, row_tiles=1, prefetch=True)),
@@ -78,7 +79,7 @@ MEASURED: Final[dict[tuple[int, int, int, bool], tuple[Cell, ...]]] = {
             ),
         ),
     ),
-    (512, 128, 1, False): (
+    (512, 128, OutQuant.FP8_GROUP, False): (
         Cell(16, 1, DecodeConfig(columns=32, warps_k=2, warps_n=4, row_tiles=1, prefetch=True)),
         Cell(16, 16, DecodeConfig(columns=32, warps_k=2, warps_n=4, row_tiles=1, prefetch=True)),
         Cell(16, 64, DecodeConfig(columns=64, warps_k=4, warps_n=4, row_tiles=1, prefetch=True)),
@@ -96,7 +97,7 @@ MEASURED: Final[dict[tuple[int, int, int, bool], tuple[Cell, ...]]] = {
             TritonConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3, swap=False, act_group=False),
         ),
     ),
-    (128, 512, 0, False): (
+    (128, 512, OutQuant.NONE, False): (
         Cell(16, 1, DecodeConfig(columns=16, warps_k=1, warps_n=1, row_tiles=1, prefetch=True)),
         Cell(16, 16, DecodeConfig(columns=16, warps_k=1, warps_n=1, row_tiles=1, prefetch=True)),
         Cell(16, 64, DecodeConfig(columns=64, warps_k=1, warps_n=2, row_tiles=1, prefetch=True)),
@@ -122,7 +123,7 @@ MEASURED: Final[dict[tuple[int, int, int, bool], tuple[Cell, ...]]] = {
             ),
         ),
     ),
-    (512, 256, 0, False): (
+    (512, 256, OutQuant.NONE, False): (
         Cell(8, 1, DecodeConfig(columns=32, warps_k=2, warps_n=4, row_tiles=1, prefetch=True)),
         Cell(8, 16, DecodeConfig(columns=32, warps_k=2, warps_n=4, row_tiles=1, prefetch=True)),
         Cell(8, 64, DecodeConfig(columns=64, warps_k=4, warps_n=4, row_tiles=1, prefetch=True)),
@@ -140,7 +141,7 @@ MEASURED: Final[dict[tuple[int, int, int, bool], tuple[Cell, ...]]] = {
             ),
         ),
     ),
-    (512, 256, 1, True): (
+    (512, 256, OutQuant.FP8_GROUP, True): (
         Cell(8, 1, DecodeConfig(columns=32, warps_k=2, warps_n=4, row_tiles=1, prefetch=True)),
         Cell(8, 16, DecodeConfig(columns=32, warps_k=2, warps_n=4, row_tiles=1, prefetch=True)),
         Cell(8, 64, DecodeConfig(columns=64, warps_k=4, warps_n=4, row_tiles=1, prefetch=True)),
@@ -150,7 +151,7 @@ MEASURED: Final[dict[tuple[int, int, int, bool], tuple[Cell, ...]]] = {
         Cell(64, 64, DecodeConfig(columns=64, warps_k=4, warps_n=1, row_tiles=4, prefetch=True)),
         Cell(64, 256, DecodeConfig(columns=64, warps_k=4, warps_n=1, row_tiles=16, prefetch=True)),
     ),
-    (512, 256, 2, True): (
+    (512, 256, OutQuant.MXFP4, True): (
         Cell(8, 1, DecodeConfig(columns=32, warps_k=4, warps_n=4, row_tiles=1, prefetch=True)),
         Cell(8, 16, DecodeConfig(columns=32, warps_k=4, warps_n=4, row_tiles=1, prefetch=True)),
         Cell(8, 64, DecodeConfig(columns=64, warps_k=4, warps_n=4, row_tiles=1, prefetch=True)),
@@ -160,7 +161,7 @@ MEASURED: Final[dict[tuple[int, int, int, bool], tuple[Cell, ...]]] = {
         Cell(64, 64, DecodeConfig(columns=64, warps_k=4, warps_n=1, row_tiles=4, prefetch=True)),
         Cell(64, 256, DecodeConfig(columns=32, warps_k=2, warps_n=1, row_tiles=16, prefetch=True)),
     ),
-    (192, 512, 0, True): (
+    (192, 512, OutQuant.NONE, True): (
         Cell(8, 1, DecodeConfig(columns=64, warps_k=3, warps_n=8, row_tiles=1, prefetch=True)),
         Cell(8, 16, DecodeConfig(columns=64, warps_k=3, warps_n=4, row_tiles=1, prefetch=True)),
         Cell(8, 64, DecodeConfig(columns=16, warps_k=1, warps_n=1, row_tiles=1, prefetch=True)),
