@@ -12,7 +12,7 @@ from weightprep.deferred import torch
 from weightprep.errors import CheckpointError
 from weightprep.formats.encoding import FOREIGN_SUFFIXES, SCALE_SUFFIXES, WEIGHT_SUFFIXES, EncodedShape, classify
 
-__all__ = ["SourceModule", "find_module", "read_tensor"]
+__all__ = ["SourceModule", "find_module", "read_bytes", "read_tensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,14 @@ def read_tensor(ref: TensorRef) -> torch.Tensor:
     dtype = ref.dtype
     if ref.nbytes == 0:
         return torch.empty(ref.shape, dtype=dtype)
+    return torch.frombuffer(read_bytes(ref), dtype=torch.uint8).view(dtype).view(ref.shape)
+
+
+def read_bytes(ref: TensorRef) -> bytearray:
+    """The bytes of the tensor at `ref`.
+
+    :raises CheckpointError: the file cannot be read or became shorter
+    """
     buffer = bytearray(ref.nbytes)
     view = memoryview(buffer)
     fd = open_regular(ref.path)
@@ -98,4 +106,4 @@ def read_tensor(ref: TensorRef) -> torch.Tensor:
         raise unreadable(ref.path, error) from None
     finally:
         os.close(fd)
-    return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(ref.shape)
+    return buffer

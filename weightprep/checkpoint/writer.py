@@ -13,6 +13,10 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from weightprep.checkpoint.copying import CopyMethod, copy_range
 from weightprep.checkpoint.dtypes import DTYPES, name_of
@@ -41,9 +45,11 @@ def describe(name: str, dtype: torch.dtype | str, shape: Sequence[int], *, as_dt
     return TensorInfo(name, element.name, logical, 0, nbytes)
 
 
-def as_bytes(tensor: torch.Tensor) -> memoryview:
+def as_bytes(tensor: torch.Tensor | NDArray[Any]) -> memoryview:
     """The bytes of a contiguous CPU tensor, in place: the view is valid only as long as the tensor is."""
-    # Not through numpy: it has no bfloat16 and torch does not depend on it.
+    if isinstance(tensor, np.ndarray):
+        return tensor.reshape(-1).view(np.uint8).data
+    # Not through numpy: it has no bfloat16.
     raw = (ctypes.c_ubyte * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
     return memoryview(raw).cast("B")
 
@@ -143,16 +149,16 @@ class ShardWriter:
                 os.close(source)
             self._missing.difference_update(ref.name for ref in run)
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
+    def write(self, name: str, tensor: torch.Tensor | NDArray[Any]) -> None:
         """Write the bytes of `tensor` in row-major order as the tensor `name`.
 
         :raises CheckpointError: `name` is not one of this shard's, was written before, or has another number of bytes
         """
         info = self._claim(name)
-        if tensor.numel() * tensor.element_size() != info.nbytes:
+        if tensor.nbytes != info.nbytes:
             raise self._refuse(f"{tuple(tensor.shape)} of {tensor.dtype} for {name!r}", f"{info.dtype} of {info.shape}")
         if info.nbytes:
-            data = tensor.detach().cpu().contiguous()
+            data = tensor if isinstance(tensor, np.ndarray) else tensor.detach().cpu().contiguous()
             self._pwrite(as_bytes(data), self._data_start + info.begin)
             if self._on_bytes is not None:
                 self._on_bytes(info.nbytes)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
 
 from weightprep.checkpoint.manifest import ModuleRecord
 from weightprep.checkpoint.reader import read_tensor
@@ -26,7 +29,7 @@ class Converted:
     :param tensors: role -> tensor, as the file will hold it
     """
 
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor | NDArray[Any]]
     record: ModuleRecord
 
 

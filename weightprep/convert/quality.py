@@ -7,7 +7,7 @@ the same at every magnitude of the weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from weightprep.checkpoint.manifest import QualityRecord
 from weightprep.convert.slices import rows_per_slice, slices
@@ -19,7 +19,7 @@ from weightprep.transforms import Bundle, StepContext
 from weightprep.transforms.dequantize import dequantize
 from weightprep.transforms.stored_absorbed import reassemble
 
-__all__ = ["is_below", "measure"]
+__all__ = ["is_below", "measure", "record_of"]
 
 
 def measure(source: Bundle, stored: Bundle, *, heads: int | None, name: str) -> QualityRecord:
@@ -41,25 +41,36 @@ def measure(source: Bundle, stored: Bundle, *, heads: int | None, name: str) -> 
         noise += _square_sum(difference)
         largest_error = max(largest_error, float(difference.abs_().max()))
         torch.amax(original.abs_(), dim=1, out=row_amax[start : start + step])
-    if not (math.isfinite(signal) and math.isfinite(noise) and math.isfinite(largest_error)):
+    head_amax = row_amax.view(heads, -1).amax(dim=1) if heads and rows % heads == 0 else row_amax[:0]
+    amax = float(row_amax.max())
+    return record_of(signal, noise, max_error=largest_error, amax=amax, head_amax=head_amax.tolist(), name=name)
+
+
+def record_of(
+    signal: float, noise: float, *, max_error: float, amax: float, head_amax: Sequence[float], name: str
+) -> QualityRecord:
+    """The figures that follow from sums of squares and extremes.
+
+    :param signal: sum of the squares of the source's numbers
+    :param noise: sum of the squares of their errors
+    :param head_amax: largest magnitude of each head; empty where the rows are not heads
+    :param name: the source tensor's name, for errors
+    :raises CheckpointError: a value that is not finite has come out
+    """
+    if not (math.isfinite(signal) and math.isfinite(noise) and math.isfinite(max_error)):
         raise CheckpointError(
             name,
             found="a value that is not finite in the converted weight",
             wanted="finite numbers",
             remedy="the weight is too large for this precision: keep it as it is, with another --precision",
         )
-    amax = float(row_amax.max())
-    ratio = None
-    if heads and rows % heads == 0:
-        head_amax = row_amax.view(heads, -1).amax(dim=1)
-        smallest = float(head_amax.min())
-        ratio = _rounded(amax / smallest) if smallest > 0 else None
+    smallest = min(head_amax, default=0.0)
     return QualityRecord(
         relative_error=_rounded(math.sqrt(noise / signal)) if signal else float(noise > 0),
         sqnr_db=_rounded(10 * math.log10(signal / noise)) if noise and signal else None,
-        max_error=largest_error,
+        max_error=max_error,
         amax=amax,
-        head_amax_ratio=ratio,
+        head_amax_ratio=_rounded(amax / smallest) if smallest > 0 else None,
     )
 
 

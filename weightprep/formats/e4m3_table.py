@@ -56,7 +56,8 @@ def encode_table(m: np.float32) -> NDArray[np.uint8]:
     unit = np.float32(2**14)
     subnormal = (magnitude + unit).view(np.uint32) - unit.view(np.uint32)
     codes = np.where(magnitude < np.float32(2**-6), subnormal, normal)
-    return (codes | ((scaled.view(np.uint32) >> 24) & 0x80)).astype(np.uint8)
+    codes |= (scaled.view(np.uint32) >> 24) & 0x80
+    return codes.astype(np.uint8)
 
 
 def decode_table() -> NDArray[np.float32]:

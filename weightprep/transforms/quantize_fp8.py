@@ -17,7 +17,7 @@ from weightprep.transforms.bundle import FLOATS, FP8, Bundle, Form, StepContext
 from weightprep.transforms.dequantize import dequantize, source_scale
 from weightprep.transforms.step import transform
 
-__all__ = ["quantize_fp8"]
+__all__ = ["not_finite", "quantize_fp8"]
 
 Granularity = Literal["tensor", "channel", "block"]
 _RESULT = {"tensor": Encoding.FP8_TENSOR, "channel": Encoding.FP8_CHANNEL, "block": Encoding.FP8_BLOCK}
@@ -86,18 +86,23 @@ def quantize_fp8(
     else:
         amax = _block_amax(weight)
     if not bool(torch.isfinite(amax).all()):
-        raise CheckpointError(
-            context.name,
-            found="a NaN or an infinity in the weight",
-            wanted="finite weights",
-            remedy="the checkpoint is damaged, or was saved from a diverged run: download it again or use another",
-        )
+        raise not_finite(context.name)
     m, scale = quantization_multiplier(amax)
     block = _BLOCK if granularity == "block" else None
     if block is not None:
         m = m.repeat_interleave(block[0], 0)[: encoded.rows].repeat_interleave(block[1], 1)[:, : encoded.cols]
     shape = EncodedShape(_RESULT[granularity], encoded.rows, encoded.cols, block)
     return Bundle({"weight": quantize_e4m3fn(weight, m), "scale": scale}, shape)
+
+
+def not_finite(name: str) -> CheckpointError:
+    """The refusal of a weight that no scale can be found for."""
+    return CheckpointError(
+        name,
+        found="a NaN or an infinity in the weight",
+        wanted="finite weights",
+        remedy="the checkpoint is damaged, or was saved from a diverged run: download it again or use another",
+    )
 
 
 def _amax(weight: torch.Tensor) -> torch.Tensor:

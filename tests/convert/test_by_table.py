@@ -1,0 +1,131 @@
+"""The conversion by table is the recipe's steps: the same bytes and the same record, whatever the weight."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightprep.checkpoint.manifest import ModuleRecord
+from weightprep.checkpoint.reader import SourceModule
+from weightprep.checkpoint.writer import as_bytes
+from weightprep.convert.by_table import convert_by_table, has_table
+from weightprep.convert.module import Converted, convert_module
+from weightprep.convert.options import ConvertOptions, Layout
+from weightprep.convert.plan import ModuleJob
+from weightprep.convert.planner import make_plan
+from weightprep.errors import CheckpointError
+from weightprep.synth import synthesize
+
+
+def jobs_of(source: Path, destination: Path, **changes: object) -> tuple[ModuleJob, ...]:
+    return make_plan(ConvertOptions(source, destination, **changes)).modules  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> ModuleJob:
+    """A job whose source file the tests write."""
+    root = tmp_path_factory.mktemp("by-table")
+    return jobs_of(synthesize(root / "src"), root / "dst")[0]
+
+
+def with_source(job: ModuleJob, codes: np.ndarray) -> ModuleJob:
+    """`job` with a weight of `codes`, repeated or cut to its size."""
+    weight = job.source.weight
+    path = weight.path.with_name("codes")
+    path.write_bytes(np.resize(codes, weight.nbytes // 2).astype("<u2").tobytes())
+    moved = dataclasses.replace(weight, path=path, offset=0)
+    return dataclasses.replace(job, source=SourceModule(job.source.module, job.source.encoded, moved, None))
+
+
+def outcome(
+    convert: Callable[[ModuleJob, Mapping[str, int], str], Converted], job: ModuleJob
+) -> tuple[dict[str, bytes], ModuleRecord] | str:
+    """Bytes and record, or the refusal."""
+    try:
+        converted = convert(job, {"heads": 8}, "model.safetensors")
+    except CheckpointError as error:
+        return str(error)
+    return {role: bytes(as_bytes(tensor)) for role, tensor in converted.tensors.items()}, converted.record
+
+
+def bf16(values: np.ndarray) -> np.ndarray:
+    """The codes of float32 values, cut off."""
+    return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+LARGEST_FINITE = 0x7F7F
+WEIGHTS = {
+    "every finite code": np.array([c for c in range(1 << 16) if c & 0x7FFF <= LARGEST_FINITE], dtype=np.uint16),
+    "zeros of both signs": np.array([0, 0x8000], dtype=np.uint16),
+    "one value": np.array([0xBC23], dtype=np.uint16),
+    "subnormals": np.arange(0x80, dtype=np.uint16),
+    "amax at the floor of 1e-12": bf16(np.array([1e-12, 5e-13, -1e-12, 1e-20])),
+    "an empty head": np.repeat(np.array([0x3C00, 0, 0x3D10], dtype=np.uint16), 448 * 512),
+    "NaN": np.array([0x3C00, 0x7FC0], dtype=np.uint16),
+    "infinity": np.array([0x3C00, 0xFF80], dtype=np.uint16),
+}
+
+
+@pytest.mark.parametrize("codes", WEIGHTS.values(), ids=WEIGHTS)
+def test_same_as_the_steps(job: ModuleJob, codes: np.ndarray) -> None:
+    changed = with_source(job, codes)
+    assert outcome(convert_by_table, changed) == outcome(convert_module, changed)
+
+
+@given(exponent=st.integers(-130, 127), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=30, deadline=None)
+def test_same_as_the_steps_at_every_magnitude(job: ModuleJob, exponent: int, seed: int) -> None:
+    normal = np.random.default_rng(seed).standard_normal(50_021)
+    largest = float(np.finfo(np.float32).max)
+    codes = bf16(np.clip(normal * 2.0**exponent, -largest, largest))
+    codes = np.where(codes & 0x7FFF > LARGEST_FINITE, codes & 0x8000 | LARGEST_FINITE, codes)
+    changed = with_source(job, codes)
+    assert outcome(convert_by_table, changed) == outcome(convert_module, changed)
+
+
+def test_refuses_what_the_steps_refuse(job: ModuleJob) -> None:
+    for kind in ("NaN", "infinity"):
+        refusal = outcome(convert_by_table, with_source(job, WEIGHTS[kind]))
+        assert isinstance(refusal, str)
+        assert "a NaN or an infinity in the weight" in refusal
+
+
+def test_is_for_bf16_to_fp8_under_one_scale_only(tmp_path: Path) -> None:
+    bf16_source = synthesize(tmp_path / "bf16")
+    blocks = synthesize(tmp_path / "blocks", encoding="fp8_block")
+    sidecar = {"layout": Layout.SIDECAR}
+
+    assert all(map(has_table, jobs_of(bf16_source, tmp_path / "dst")))
+    assert not any(
+        map(
+            has_table,
+            jobs_of(bf16_source, tmp_path / "dst", precision={"decoder": "mxfp4", "nextn": "mxfp4"}, **sidecar),
+        )
+    )
+    assert not any(map(has_table, jobs_of(blocks, tmp_path / "dst", requantize=True)))
+    channel = jobs_of(bf16_source, tmp_path / "dst")[0]
+    (dequantize, quantize) = channel.plan.store
+    per_channel = dataclasses.replace(quantize, params={**quantize.params, "granularity": "channel"})
+    plan = dataclasses.replace(channel.plan, store=(dequantize, per_channel))
+    assert not has_table(dataclasses.replace(channel, plan=plan))
+
+
+def test_needs_no_torch(tmp_path: Path) -> None:
+    synthesize(tmp_path / "src")
+    code = f"""
+import sys
+from weightprep.cli import app
+app(["convert", {str(tmp_path / "src")!r}, {str(tmp_path / "dst")!r}], standalone_mode=False)
+print("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+    assert (tmp_path / "dst" / "weightprep.json").exists()
