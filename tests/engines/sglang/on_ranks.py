@@ -46,18 +46,56 @@ def load_with_upstreams_cast(state: Any, path: Path, draft: bool = False) -> dic
 def load_without_amx(
     state: Any, path: Path, load_format: str, extra: dict[str, Any], draft: bool = False, keep: bool = False
 ) -> dict[int, Absorbed]:
+    """Absorbed weights of `load_model_without_amx`."""
+    model = load_model_without_amx(state, path, load_format, extra, draft)
+    if keep:
+        state.models[str(path), load_format, draft] = model
+    return live_sglang.absorbed(model)
+
+
+def load_model_without_amx(state: Any, path: Path, load_format: str, extra: dict[str, Any], draft: bool = False) -> Any:
     """A load with what follows post_load_weights left out: fp8 linears ask for AMX there on a CPU."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     kept = DefaultModelLoader.__dict__["postprocess_weights"]
     DefaultModelLoader.postprocess_weights = staticmethod(lambda model, device: None)
     try:
-        model = _load(state, path, load_format, extra, draft)
+        return _load(state, path, load_format, extra, draft)
     finally:
         DefaultModelLoader.postprocess_weights = kept
-    if keep:
-        state.models[str(path), load_format, draft] = model
-    return live_sglang.absorbed(model)
+
+
+def load_forbidding_requantization(
+    state: Any, path: Path, extra: dict[str, Any] | None, draft: bool
+) -> dict[int, Absorbed]:
+    """A load (without the flag if `extra` is None) in which upstream must not requantize block-scaled weights."""
+    import sglang.srt.models.deepseek_common.deepseek_weight_loader as upstream
+
+    def forbidden(*args: Any) -> Any:
+        raise AssertionError("upstream requantized a weight")
+
+    kept, upstream.block_quant_to_tensor_quant = upstream.block_quant_to_tensor_quant, forbidden
+    try:
+        return load_without_amx(state, path, "auto" if extra is None else "weightprep", extra or {}, draft)
+    finally:
+        upstream.block_quant_to_tensor_quant = kept
+
+
+def load_as_on_gfx950(state: Any, path: Path) -> dict[int, Absorbed]:
+    """A load with the flag where upstream casts decoder layers too, and must not get to see their weights."""
+    import sglang.srt.models.deepseek_common.deepseek_weight_loader as upstream
+
+    cast = upstream.input_to_float8
+
+    def watched(weight: torch.Tensor, **kwargs: Any) -> Any:
+        assert weight.is_meta
+        return cast(weight, **kwargs)
+
+    upstream._use_aiter_gfx95, upstream.input_to_float8 = True, watched
+    try:
+        return live_sglang.absorbed(_load(state, path, "weightprep", GFX950, draft=False))
+    finally:
+        upstream._use_aiter_gfx95, upstream.input_to_float8 = False, cast
 
 
 def origins(state: Any, key: tuple[str, str, bool]) -> dict[str, str]:

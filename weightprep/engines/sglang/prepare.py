@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from weightprep.engines.sglang.agreement import agree_on_maxima
 from weightprep.engines.sglang.modules import LiveModule, live_modules
 from weightprep.engines.sglang.options import Options
 from weightprep.engines.sglang.sidecar import Sidecar, open_sidecar
+from weightprep.engines.sglang.stand_in import stand_ins
 from weightprep.errors import EngineError
 from weightprep.recipe import ModelPlan
 from weightprep.transforms import Bundle, StepContext, measure_amax, run_steps
@@ -75,7 +76,8 @@ class Preparation:
         for module in modules:
             _bind(module.owner, _UNBOUND)
         try:
-            load()
+            with stand_ins(modules, _quantization(model)):
+                load()
             touched = []
             for module, before in zip(modules, saved, strict=True):
                 if module.owner.w_kc is None:
@@ -114,27 +116,24 @@ class Preparation:
 
     def _made(self, modules: list[LiveModule]) -> Iterator[tuple[Bundle, Origin]]:
         """What the plan makes of each module's present source."""
-        for module, context in zip(modules, self._contexts(modules), strict=True):
-            source, origin = self._source(module)
-            yield run_steps(module.plan.prepare, source, context), origin
-
-    def _contexts(self, modules: list[LiveModule]) -> list[StepContext]:
-        contexts, maxima = [], []
-        for module in modules:
-            dims = self.plan.dims
-            heads = module.local_heads(dims["nope"] + dims["v"])
-            context = StepContext({**dims, "heads": heads}, self.target, None, module.plan.source)
-            contexts.append(context)
-            if module.shards > 1 and self.options.scale_scope == "tensor":
-                source, _ = self._source(module)
-                maxima.append(measure_amax(module.plan.prepare, source, context))
-            else:
-                maxima.append(None)
-        agreed = iter(agree_on_maxima([value for value in maxima if value is not None]))
-        return [
-            context if value is None else StepContext(context.dims, context.target, next(agreed), context.name)
-            for context, value in zip(contexts, maxima, strict=True)
+        contexts = [self._context(module) for module in modules]
+        # what ranks agree on is a matter of all layers at once; sources that need no agreement are read one at a time
+        agrees = [module.shards > 1 and self.options.scale_scope == "tensor" for module in modules]
+        sources = [self._source(module) if needed else None for module, needed in zip(modules, agrees, strict=True)]
+        maxima = [
+            None if source is None else measure_amax(module.plan.prepare, source[0], context)
+            for module, source, context in zip(modules, sources, contexts, strict=True)
         ]
+        agreed = iter(agree_on_maxima([value for value in maxima if value is not None]))
+        for module, source, context, measured in zip(modules, sources, contexts, maxima, strict=True):
+            bundle, origin = source or self._source(module)
+            amax = None if measured is None else next(agreed)
+            yield run_steps(module.plan.prepare, bundle, replace(context, amax=amax)), origin
+
+    def _context(self, module: LiveModule) -> StepContext:
+        dims = self.plan.dims
+        heads = module.local_heads(dims["nope"] + dims["v"])
+        return StepContext({**dims, "heads": heads}, self.target, None, module.plan.source)
 
     def _source(self, module: LiveModule) -> tuple[Bundle, Origin]:
         if self.sidecar is not None and module.plan.source in self.sidecar:
@@ -190,6 +189,11 @@ def around_post_load_weights(original: Callable[..., None], model: Any, *args: A
         return
     vars(model)[_STATE] = preparation
     preparation.run(model, lambda: original(model, *args, **kwargs))
+
+
+def _quantization(model: Any) -> str | None:
+    config = getattr(model, "quant_config", None)
+    return str(config.get_name()) if config is not None else None
 
 
 def _same_bits(left: object, right: torch.Tensor) -> bool:

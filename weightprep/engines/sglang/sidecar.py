@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -23,6 +25,10 @@ from weightprep.transforms import Bundle
 from weightprep.transforms.stored_absorbed import STORED_NAMES, from_linears
 
 __all__ = ["Sidecar", "open_sidecar"]
+
+_HASHERS = 8
+# small enough to be hashed from a core's cache
+_PIECE_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,7 +81,10 @@ class Sidecar:
     def stale(self, modules: list[str]) -> list[str]:
         """Those of `modules` whose weights in the checkpoint are not the ones that they were converted from."""
         tensors = Checkpoint.open(self.model).tensors
-        return [module for module in modules if not self._matches(module, tensors)]
+        # reading and hashing leave the interpreter to others
+        with ThreadPoolExecutor(min(_HASHERS, os.cpu_count() or 1)) as pool:
+            matches = pool.map(lambda module: self._matches(module, tensors), modules)
+            return [module for module, matching in zip(modules, matches, strict=True) if not matching]
 
     def _matches(self, module: str, tensors: Mapping[str, TensorRef]) -> bool:
         return all(
@@ -128,5 +137,10 @@ def _row_range(ref: TensorRef, start: int, stop: int) -> TensorRef:
 
 def _sha256(ref: TensorRef) -> str:
     # the file's own bytes, which are those of the tensor in memory
-    tensor = read_tensor(ref).contiguous()
-    return hashlib.sha256(tensor.view(-1).view(torch.uint8).numpy().data).hexdigest()
+    digest = hashlib.sha256()
+    rows = ref.info.shape[0] if ref.info.shape else 1
+    step = max(1, _PIECE_BYTES * rows // max(1, ref.nbytes))
+    for start in range(0, rows, step):
+        piece = _row_range(ref, start, min(start + step, rows)) if ref.info.shape else ref
+        digest.update(read_tensor(piece).view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
