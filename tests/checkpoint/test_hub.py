@@ -15,19 +15,19 @@ import pytest
 from hub_server import COMMIT, HubServer
 from raw_files import write_checkpoint
 
-from weightprep.checkpoint.hub import HubSource, parse_hub_source
+from weightprep.checkpoint.hub_source import HubSource, parse_hub_source
 from weightprep.checkpoint.repository import Checkpoint
 from weightprep.synth import synthesize
 
 # The client reads HF_ENDPOINT when it is imported, so looking at the hub takes a process of its own.
 CLIENT = """
 import json, sys
-from weightprep.checkpoint import hub
+from weightprep.checkpoint import hub, hub_source
 from weightprep.errors import CheckpointError
 
 def look(action, source):
     if action == "locate":
-        return {"path": str(hub.locate(source))}
+        return {"path": str(hub_source.locate(source))}
     checkpoint = hub.open_headers(source)
     return {
         "tensors": {name: [ref.shard, ref.info.dtype, ref.info.shape] for name, ref in checkpoint.tensors.items()},

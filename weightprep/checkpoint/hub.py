@@ -11,7 +11,6 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,12 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 
 from weightprep.checkpoint.config import CONFIG_NAME, HF_QUANT_CONFIG_NAME, read_config_files
 from weightprep.checkpoint.header import Header, json_length, parse_header
+from weightprep.checkpoint.hub_source import HubSource, parse_hub_source
 from weightprep.checkpoint.repository import INDEX_NAME, PICKLE_SUFFIXES, Checkpoint, assemble
 from weightprep.errors import CheckpointError
 
-__all__ = ["HubSource", "locate", "open_headers", "parse_hub_source"]
+__all__ = ["download", "open_headers"]
 
-# org/name, hf://org/name, with @revision; typer and pathlib turn the two slashes of the scheme into one.
-_HUB_ID = re.compile(r"(?:hf:/{1,2})?(?P<repo>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[\w./-]+))?")
 # Covers the header of nearly every published shard in one request.
 _FIRST_BYTES = 128 * 2**10
 # A connection that is cut loses at most one chunk.
@@ -61,40 +59,13 @@ def _transport_error() -> type[Exception]:
 _TRANSPORT_ERROR = _transport_error()
 
 
-@dataclass(frozen=True, slots=True)
-class HubSource:
-    """A repository on the hub.
-
-    :param revision: branch, tag or commit
-    """
-
-    repo: str
-    revision: str = "main"
-
-    def __str__(self) -> str:
-        return f"{self.repo}@{self.revision}"
-
-
-def parse_hub_source(source: str | Path) -> HubSource | None:
-    """The hub repository that `source` names, None where it is a path; an existing path is always a path."""
-    text = str(source)
-    found = _HUB_ID.fullmatch(text)
-    if found is None or Path(text).exists():
-        return None
-    return HubSource(found["repo"], found["revision"] or "main")
-
-
-def locate(source: str | Path) -> Path:
-    """The local directory of a checkpoint: `source` itself, or the cached snapshot of a hub repository, downloaded if
-    needed.
+def download(hub: HubSource) -> Path:
+    """The cached snapshot of a repository, downloaded as far as it is not there.
 
     A download that was cut off is resumed. Weights in pickles are not fetched.
 
     :raises CheckpointError: the repository cannot be reached or read, or has no safetensors
     """
-    hub = parse_hub_source(source)
-    if hub is None:
-        return Path(source)
     with _explained(hub):
         ignored = [f"*{suffix}" for suffix in PICKLE_SUFFIXES]
         return Path(snapshot_download(hub.repo, revision=hub.revision, ignore_patterns=ignored))
@@ -104,7 +75,7 @@ def open_headers(source: str | Path) -> Checkpoint:
     """Open a checkpoint for looking at: a local directory, or a hub repository of which only headers and configs are
     fetched.
 
-    The tensors of a hub repository cannot be read; :func:`locate` fetches them.
+    The tensors of a hub repository cannot be read; `locate` fetches them.
 
     :raises CheckpointError: as :meth:`Checkpoint.open`, or the repository cannot be reached
     """

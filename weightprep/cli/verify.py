@@ -29,7 +29,7 @@ def verify(
 
       weightprep verify GLM-5.2 GLM-5.2-prepared
     """
-    from weightprep.checkpoint.hub import locate
+    from weightprep.checkpoint.hub_source import locate
     from weightprep.convert.verify import verify as judge
 
     verdict = judge(locate(src), dst, recipe=recipe)

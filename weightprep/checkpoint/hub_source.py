@@ -1,0 +1,52 @@
+"""What a user calls a checkpoint: a path, or a repository on the hub.
+
+Apart from the code that talks to the hub, whose libraries a local conversion does not wait for.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["HubSource", "locate", "parse_hub_source"]
+
+# org/name, hf://org/name, with @revision; typer and pathlib turn the two slashes of the scheme into one.
+_HUB_ID = re.compile(r"(?:hf:/{1,2})?(?P<repo>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[\w./-]+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class HubSource:
+    """A repository on the hub.
+
+    :param revision: branch, tag or commit
+    """
+
+    repo: str
+    revision: str = "main"
+
+    def __str__(self) -> str:
+        return f"{self.repo}@{self.revision}"
+
+
+def parse_hub_source(source: str | Path) -> HubSource | None:
+    """The hub repository that `source` names, None where it is a path; an existing path is always a path."""
+    text = str(source)
+    found = _HUB_ID.fullmatch(text)
+    if found is None or Path(text).exists():
+        return None
+    return HubSource(found["repo"], found["revision"] or "main")
+
+
+def locate(source: str | Path) -> Path:
+    """The local directory of a checkpoint: `source` itself, or the cached snapshot of a hub repository, downloaded if
+    needed.
+
+    :raises CheckpointError: the repository cannot be reached or read, or has no safetensors
+    """
+    hub = parse_hub_source(source)
+    if hub is None:
+        return Path(source)
+    from weightprep.checkpoint.hub import download
+
+    return download(hub)
