@@ -1,4 +1,4 @@
-"""DeepSeek V2-Lite, V3 (R1, V3.1) and V3.2: 256 rows of kv_b_proj per head, so scale blocks and heads line up."""
+"""DeepSeek V2, V2-Lite, V3 (R1, V3.1) and V3.2: 256 rows of kv_b_proj per head, so scale blocks and heads line up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weightprep.synth.mla import (
     top_level,
 )
 
-__all__ = ["DEEPSEEK_V2_LITE", "DEEPSEEK_V3", "DEEPSEEK_V32", "V3_KEYS", "YARN"]
+__all__ = ["DEEPSEEK_V2", "DEEPSEEK_V2_LITE", "DEEPSEEK_V3", "DEEPSEEK_V32", "V3_KEYS", "YARN"]
 
 YARN: Mapping[str, object] = {
     "beta_fast": 32,
@@ -60,6 +60,22 @@ DEEPSEEK_V2_LITE = Architecture(
     layer_prefix="model.layers.{i}.",
     rows=(*LAYER, *PLAIN_Q, *MLA),
     top=top_level(),
+)
+
+DEEPSEEK_V2 = replace(
+    DEEPSEEK_V2_LITE,
+    name="deepseek_v2",
+    config={
+        **DEEPSEEK_V2_LITE.config,
+        "num_hidden_layers": 60,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 16.0,
+        "topk_method": "group_limited_greedy",
+    },
+    small={**SMALL_SIZES, "q_lora_rank": 128},
+    full={"hidden_size": 5120, "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536},
+    rows=(*LAYER, *Q_LORA, *MLA),
 )
 
 # Also Kimi K2's, which is a DeepSeek-V3 with other sizes.

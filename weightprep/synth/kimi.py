@@ -84,7 +84,7 @@ KIMI_K25 = replace(
         "media_placeholder_token_id": 500,
         "pad_token_id": 0,
         "tie_word_embeddings": False,
-        # The published sizes stand under `vt_`. Readers look for them without it, and the published ones are their defaults.
+        # Published under `vt_`, read without it: the published sizes are the readers' defaults.
         "vision_config": {
             "model_type": "kimi_k25",
             "patch_size": 14,
