@@ -7,6 +7,9 @@ that `--json` can report them.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 __all__ = [
     "CheckpointError",
     "ContractError",
@@ -34,6 +37,11 @@ class WeightprepError(Exception):
         self.wanted = wanted
         self.remedy = remedy
         super().__init__(f"{self.subject}: found {found}; wanted {wanted}\n  -> {remedy}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Exceptions are pickled by their positional arguments; these are named."""
+        make = functools.partial(type(self), found=self.found, wanted=self.wanted, remedy=self.remedy)
+        return make, (self.subject,)
 
 
 class RecipeError(WeightprepError):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weightprep.cli.output import command, print_json, say
-from weightprep.convert.options import ConvertOptions, Layout, LinkMode, Part
+from weightprep.convert.options import ConvertOptions, Executor, Layout, LinkMode, Part
 from weightprep.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -46,9 +46,12 @@ def convert(
     allow_quality_loss: Annotated[
         bool, typer.Option("--allow-quality-loss", help="Go below the recipe's quality floor, and record it.")
     ] = False,
-    workers: Annotated[int, typer.Option(min=1, help="Shards in flight at once; default: cores, at most 4.")] = min(
-        os.cpu_count() or 1, _MAX_DEFAULT_WORKERS
-    ),
+    workers: Annotated[
+        int, typer.Option(min=1, help="Shards in flight at once (Ray: per node); default: cores, at most 4.")
+    ] = min(os.cpu_count() or 1, _MAX_DEFAULT_WORKERS),
+    executor: Annotated[
+        Executor, typer.Option(help="Threads here, or the running Ray cluster (shared file system).")
+    ] = Executor.LOCAL,
     part: Annotated[str | None, typer.Option(metavar="i/n", help="Do part i of n; --finish completes them.")] = None,
     finish: Annotated[bool, typer.Option("--finish", help="Complete a conversion that was done in parts.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is at DST.")] = False,
@@ -67,7 +70,7 @@ def convert(
 
       weightprep convert GLM-5.2 GLM-5.2 --layout sidecar
     """
-    from weightprep.checkpoint.hub import locate
+    from weightprep.checkpoint.hub_source import locate
     from weightprep.convert.execute import execute
     from weightprep.convert.planner import make_plan
 
@@ -82,6 +85,7 @@ def convert(
         requantize=requantize,
         allow_quality_loss=allow_quality_loss,
         workers=workers,
+        executor=executor,
         part=_parse_part(part),
         finish=finish,
         overwrite=overwrite,

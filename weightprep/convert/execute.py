@@ -6,6 +6,7 @@ beside it, in the partial directory, and the same command goes on from there.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
@@ -18,11 +19,12 @@ from weightprep.checkpoint.manifest import MANIFEST_NAME, SIDECAR_MANIFEST, Mani
 from weightprep.checkpoint.writer import fsync_directory
 from weightprep.convert.files import FileRunner, Progress, ResumableError, check_unchanged
 from weightprep.convert.journal import Entry, Journal, claim, finished_files, parts_of
-from weightprep.convert.options import Layout, LinkMode, Part, nearest_existing
+from weightprep.convert.options import Executor, Layout, LinkMode, Part, nearest_existing
 from weightprep.convert.partial import commit, put_back, temporary_of, tree_of
 from weightprep.convert.placing import can_link, place_file, replace_file, write_bytes
 from weightprep.convert.plan import ConversionPlan
 from weightprep.convert.quality import is_below
+from weightprep.convert.ray_executor import RayRunner, ray_cluster
 from weightprep.errors import CheckpointError, QualityError, WeightprepError
 
 __all__ = ["Result", "execute", "needed_bytes"]
@@ -70,9 +72,11 @@ def execute(plan: ConversionPlan, progress: Progress) -> Result:
     part = options.part or Part(1, parts_of(partial) if options.finish else 1)
     summary = {"source": str(options.source), "destination": str(options.destination), "files": len(plan.jobs)}
     try:
-        claim(options, plan.identity, part.count, summary)
-        with Journal(partial, part) as journal:
-            return _locked(plan, part, journal, progress)
+        # A cluster that does not answer leaves nothing behind.
+        with ray_cluster() if options.executor is Executor.RAY else contextlib.nullcontext():
+            claim(options, plan.identity, part.count, summary)
+            with Journal(partial, part) as journal:
+                return _locked(plan, part, journal, progress)
     except OSError as error:
         raise ResumableError(
             error.filename or partial,
@@ -90,7 +94,7 @@ def _locked(plan: ConversionPlan, part: Part, journal: Journal, progress: Progre
     todo = [] if options.finish else [job for job in mine if job.name not in done]
     try:
         _check_space(plan, done)
-        runner = FileRunner(plan, journal, progress)
+        runner = (RayRunner if options.executor is Executor.RAY else FileRunner)(plan, journal, progress)
         runner.run(todo)
         done |= runner.entries
         records = _records(plan, done)

@@ -14,14 +14,15 @@ from typing import Protocol
 from weightprep.checkpoint.manifest import ModuleRecord
 from weightprep.checkpoint.repository import TensorRef
 from weightprep.checkpoint.writer import ShardWriter, fsync_directory
-from weightprep.convert.journal import Entry, Journal
+from weightprep.convert.by_table import convert_by_table, has_table
+from weightprep.convert.journal import Entry
 from weightprep.convert.module import convert_module
 from weightprep.convert.partial import temporary_of, tree_of
 from weightprep.convert.placing import place_file, replace_file
 from weightprep.convert.plan import ConversionPlan, ModuleJob, ShardJob, SourceStamp
 from weightprep.errors import CheckpointError
 
-__all__ = ["FileRunner", "Progress", "ResumableError", "check_unchanged"]
+__all__ = ["FileRunner", "Progress", "Records", "ResumableError", "check_unchanged"]
 
 
 class ResumableError(CheckpointError):
@@ -41,6 +42,13 @@ class Progress(Protocol):
         """`file` is finished."""
 
 
+class Records(Protocol):
+    """Who is told of finished files: the journal, or a worker's report to the process that has it."""
+
+    def add(self, entry: Entry) -> None:
+        """`entry`'s file is whole and on the disk."""
+
+
 class _StoppedError(Exception):
     """This file was given up because another one failed, or because of an interrupt."""
 
@@ -48,16 +56,18 @@ class _StoppedError(Exception):
 class FileRunner:
     """The threads of one run and what they have finished.
 
+    :param attempt: in the names of unfinished files, where several processes may write the same one
     :ivar entries: file -> journal entry
     :ivar placed: "hard", "reflink", "copy" or "rewritten" -> how many files
     """
 
-    def __init__(self, plan: ConversionPlan, journal: Journal, progress: Progress) -> None:
+    def __init__(self, plan: ConversionPlan, journal: Records, progress: Progress, *, attempt: str = "") -> None:
         self.entries: dict[str, Entry] = {}
         self.placed: dict[str, int] = {}
         self._plan = plan
         self._journal = journal
         self._progress = progress
+        self._attempt = attempt
         self._lock = threading.Lock()
         self._stop = threading.Event()
 
@@ -88,7 +98,7 @@ class FileRunner:
     def _one(self, job: ShardJob) -> None:
         final = tree_of(self._plan.options.partial) / job.name
         final.parent.mkdir(parents=True, exist_ok=True)
-        temporary = temporary_of(self._plan.options.partial, job.name)
+        temporary = temporary_of(self._plan.options.partial, job.name, self._attempt)
         temporary.unlink(missing_ok=True)
         self._progress.begin(job.name, job.nbytes)
         sources = {job.source, *(ref.path for module in job.modules for ref in module.source_refs)}
@@ -127,7 +137,8 @@ class FileRunner:
 
     def _convert(self, module: ModuleJob, job: ShardJob, writer: ShardWriter) -> ModuleRecord:
         """In a function of its own, so that one module's tensors are gone before the next one's are read."""
-        converted = convert_module(module, self._plan.model.dims, self._plan.options.listed(job.name))
+        convert = convert_by_table if has_table(module) else convert_module
+        converted = convert(module, self._plan.model.dims, self._plan.options.listed(job.name))
         for role, tensor in converted.tensors.items():
             writer.write(module.outputs[role].name, tensor)
         return converted.record

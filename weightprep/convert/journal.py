@@ -25,7 +25,7 @@ from weightprep.convert.options import ConvertOptions, Part
 from weightprep.convert.partial import NAMES, check_partial, make_directories, put_back, tree_of
 from weightprep.errors import CheckpointError
 
-__all__ = ["Entry", "Journal", "claim", "finished_files", "parts_of"]
+__all__ = ["Entry", "Journal", "claim", "finished_files", "identity_of", "parts_of"]
 
 _PLAN = "plan.json"
 _MAX_PLAN_BYTES = 2**16
@@ -97,6 +97,13 @@ def parts_of(partial: Path) -> int:
     if type(parts) is not int or parts < 1:
         raise _foreign(partial, f"a plan of {parts!r} parts")
     return parts
+
+
+def identity_of(partial: Path) -> object:
+    """Which conversion the work in `partial` belongs to; None where nothing was begun."""
+    if not (partial / _PLAN).exists():
+        return None
+    return read_object(partial / _PLAN, max_bytes=_MAX_PLAN_BYTES).get("identity")
 
 
 def _claimed(partial: Path, identity: str, parts: int, summary: Mapping[str, Any]) -> bool:

@@ -11,7 +11,16 @@ from typing import Literal
 
 from weightprep.errors import CheckpointError
 
-__all__ = ["PARTIAL_SUFFIX", "SIDECAR_DIR", "ConvertOptions", "Layout", "LinkMode", "Part", "nearest_existing"]
+__all__ = [
+    "PARTIAL_SUFFIX",
+    "SIDECAR_DIR",
+    "ConvertOptions",
+    "Executor",
+    "Layout",
+    "LinkMode",
+    "Part",
+    "nearest_existing",
+]
 
 # A sibling of the destination, so that the final rename stays on one file system.
 PARTIAL_SUFFIX = ".partial"
@@ -37,6 +46,13 @@ class LinkMode(str, Enum):
     COPY = "copy"
 
 
+class Executor(str, Enum):
+    """Who writes the files: threads of this process, or the workers of a Ray cluster."""
+
+    LOCAL = "local"
+    RAY = "ray"
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """This process does part `index` (from 1) of `count`."""
@@ -51,7 +67,7 @@ class ConvertOptions:
 
     :param precision: of all modules, or by layer group; None takes the recipe's default
     :param requantize: store fp8 sources again under one scale per tensor instead of passing them
-    :param workers: shards in flight at once
+    :param workers: shards in flight at once; with Ray, for each node
     :param part: of a job array; None does everything and commits
     :param finish: only commit what the parts of a job array have written
     """
@@ -66,6 +82,7 @@ class ConvertOptions:
     requantize: bool = False
     allow_quality_loss: bool = False
     workers: int = 2
+    executor: Executor = Executor.LOCAL
     part: Part | None = None
     finish: bool = False
     overwrite: bool = False

@@ -16,7 +16,16 @@ from weightprep.checkpoint.writer import fsync_directory
 from weightprep.convert.options import ConvertOptions
 from weightprep.errors import CheckpointError
 
-__all__ = ["NAMES", "check_partial", "commit", "make_directories", "put_back", "temporary_of", "tree_of"]
+__all__ = [
+    "NAMES",
+    "check_partial",
+    "clear_unfinished",
+    "commit",
+    "make_directories",
+    "put_back",
+    "temporary_of",
+    "tree_of",
+]
 
 _FILES = "files"
 _UNFINISHED = "unfinished"
@@ -30,9 +39,18 @@ def tree_of(partial: Path) -> Path:
     return partial / _FILES
 
 
-def temporary_of(partial: Path, name: str | Path) -> Path:
-    """Where the file `name` of the destination is written until it is whole; as short for a long name as for any."""
-    return partial / _UNFINISHED / hashlib.sha256(os.fsencode(name)).hexdigest()
+def temporary_of(partial: Path, name: str | Path, attempt: str = "") -> Path:
+    """Where the file `name` of the destination is written until it is whole; as short for a long name as for any.
+
+    :param attempt: tells apart processes that may write the same file at once
+    """
+    return partial / _UNFINISHED / (hashlib.sha256(os.fsencode(name)).hexdigest() + attempt)
+
+
+def clear_unfinished(partial: Path) -> None:
+    """Remove what killed processes left half written; nobody else may be at work in `partial`."""
+    for path in (partial / _UNFINISHED).iterdir():
+        path.unlink(missing_ok=True)
 
 
 def check_partial(partial: Path) -> None:
