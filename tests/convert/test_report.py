@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from weightprep.checkpoint.manifest import read_manifest
+from weightprep.checkpoint.repository import Checkpoint
 from weightprep.cli import app
+from weightprep.convert.report import _before, _by_dtype, _by_layer, _tensors
 from weightprep.synth import synthesize
-
-pytest.importorskip("matplotlib", reason="the extra `report` is not installed: no page is rendered")
 
 
 class Page(HTMLParser):
@@ -54,10 +57,11 @@ def test_page(tmp_path: Path) -> None:
     assert page.plots == [
         "Relative error",
         "SQNR, dB",
-        "Largest magnitude",
+        "Largest magnitude (amax)",
         "Scale",
-        "Largest over smallest head",
-        "bytes by dtype before and after",
+        "Largest over smallest head amax",
+        "Bytes by dtype before and after",
+        "Dtypes by layer before and after",
     ]
     text = " ".join(page.text)
     manifest = json.loads((tmp_path / "dst" / "weightprep.json").read_text())
@@ -74,6 +78,36 @@ def test_same_conversion_same_page(tmp_path: Path) -> None:
     for name in ("a.html", "b.html"):
         assert CliRunner().invoke(app, ["report", str(tmp_path / "dst"), "-o", str(tmp_path / name)]).exit_code == 0
     assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
+
+
+@pytest.mark.parametrize("layout", ["inline", "sidecar"])
+def test_what_the_model_is_made_of(tmp_path: Path, layout: str) -> None:
+    """The bar of bytes and the map tell the same before, and what each layout makes of it after."""
+    synthesize(tmp_path / "src", layers=2)
+    arguments = ["convert", str(tmp_path / "src"), str(tmp_path / "dst"), "--layout", layout]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    manifest = read_manifest(tmp_path / "dst" / "weightprep.json")
+    source = {name: ref.info for name, ref in Checkpoint.open(tmp_path / "src").tensors.items()}
+
+    before = _before(manifest, Checkpoint.open(tmp_path / "dst"))
+    after = _tensors(tmp_path / "dst")
+
+    assert _by_dtype(before) == _by_dtype(source)
+    kinds = _by_layer(after)
+    made = kinds["self_attn.kv_b_proj" if layout == "inline" else "self_attn.kv_b_proj (weightprep)"]
+    assert made == {0: "F8_E4M3", 1: "F8_E4M3", 2: "F8_E4M3"}
+    assert _by_layer(before)["self_attn.kv_b_proj"] == {0: "BF16", 1: "BF16", 2: "BF16"}
+
+
+def test_without_matplotlib(tmp_path: Path) -> None:
+    synthesize(tmp_path / "src", layers=1, shards=1)
+    assert CliRunner().invoke(app, ["convert", str(tmp_path / "src"), str(tmp_path / "dst")]).exit_code == 0
+    script = "import sys; sys.modules['matplotlib'] = None; from weightprep.cli import app; app()"
+    arguments = ["report", str(tmp_path / "dst"), "-o", str(tmp_path / "r.html")]
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "pip install 'weightprep[report]'" in done.stderr
+    assert not (tmp_path / "r.html").exists()
 
 
 def test_no_manifest(tmp_path: Path) -> None:
