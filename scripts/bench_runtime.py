@@ -34,11 +34,13 @@ from weightprep.runtime.choice import OutQuant, Quantized
 from weightprep.runtime.reference import absorb_reference
 from weightprep.runtime.triton_absorb import launch_absorb
 from weightprep.runtime.triton_quant import launch_flatten_fp8, launch_flatten_mxfp4
-from weightprep.runtime.tuning import BmmConfig, DecodeConfig, TritonConfig, choose
+from weightprep.runtime.tuning import BmmConfig, DecodeConfig, TritonConfig, WgmmaConfig, choose
 
 LAYERS = 78
 REPLAYS = 10
 DEVICE = "cuda"
+# The digit of a cell's name.
+FORMS = (OutQuant.NONE, OutQuant.FP8_GROUP, OutQuant.MXFP4)
 
 
 @triton.jit
@@ -105,6 +107,20 @@ def decode_configs(k: int, m: int, quant: int) -> Iterator[DecodeConfig]:
                 yield DecodeConfig(columns, warps_k, warps_n, row_tiles)
 
 
+def wgmma_configs(k: int, n: int, m: int, quant: int) -> Iterator[WgmmaConfig]:
+    """Every configuration of the kernel for many rows that fits the shape, shared memory and the register file."""
+    sizes = itertools.product((8, 16, 32, 64, 128), (1, 2, 4), (1, 2, 4, 8), (2, 3, 4, 8), (1, 2, 3))
+    for rows, groups, tiles, depth, blocks in sizes:
+        config = WgmmaConfig(rows, groups, tiles, depth, blocks)
+        fragments = 32 if tiles == 1 else k // 4
+        registers = rows // 2 + max(fragments, depth * 8 + 32) + 40
+        fits = config.fits(k, n) and blocks * (config.shared_bytes(k) + 1024) <= 228 * 1024 and depth <= k // 64
+        if not fits or registers > min(255, 65536 // (config.threads * blocks)) or (tiles > 1 and rows * tiles > m):
+            continue
+        if not (quant == 1 and groups == 1) and rows <= max(8, 2 * m - 1) and rows * 8 >= m:
+            yield config
+
+
 def triton_configs(k: int, m: int, quant: int) -> Iterator[TritonConfig]:
     """Configurations of the Triton kernel for many rows, also with quantized activations where K allows."""
     block_ms = (32, 64) if m <= 64 else (64, 128, 256)
@@ -140,7 +156,7 @@ def relative_error(out: torch.Tensor, scales: torch.Tensor | None, wanted: torch
     return float((got - wanted).norm() / wanted.norm())
 
 
-def search(case: Case, m: int, quant: int, *, mxfp4: bool) -> list[dict[str, Any]]:
+def search(case: Case, m: int, quant: int, *, mxfp4: bool, triton_too: bool) -> list[dict[str, Any]]:
     x = case.rows(m)
     w = case.fp4 if mxfp4 else case.fp8
     weights = [t.transpose(1, 2) for t in w]
@@ -149,15 +165,15 @@ def search(case: Case, m: int, quant: int, *, mxfp4: bool) -> list[dict[str, Any
     wanted = absorb_reference(x, weights[0], scale, mx[0]).double()
     out, scales = outputs(m, case.heads, case.n, quant)
     runs: list[tuple[str, object, Callable[[int], None]]] = []
-    decode = list(decode_configs(case.k, m, quant)) if m <= 256 else []
+    compiled = [*decode_configs(case.k, m, quant)] if m <= 64 else []
+    compiled += wgmma_configs(case.k, case.n, m, quant)
     with ThreadPoolExecutor(16, initializer=lambda: torch.cuda.set_device(0)) as pool:
-        list(pool.map(lambda c: cuda_absorb.compile_variant(c, case.k, case.n, mxfp4, quant), decode))
-    for config in decode:
+        list(pool.map(lambda c: cuda_absorb.compile_variant(c, case.k, case.n, mxfp4, FORMS[quant]), compiled))
+    for config in compiled:
         runs.append(
-            ("cuda", config, lambda i, c=config: cuda_absorb.launch_decode(x, weights[i], scale, mx[i], out, scales, c))
+            ("cuda", config, lambda i, c=config: cuda_absorb.launch_cuda(x, weights[i], scale, mx[i], out, scales, c))
         )
-    many = m >= 64 and not mxfp4 and (quant == 1 or m > 64)
-    tritons = list(triton_configs(case.k, m, quant)) if many else []
+    tritons = list(triton_configs(case.k, m, quant)) if triton_too and m >= 64 else []
 
     def compile_one(config: TritonConfig) -> None:
         with contextlib.suppress(Exception):  # a configuration beyond the GPU's limits is reported when it is timed
@@ -286,7 +302,7 @@ def tuned(case: Case, m: int, quant: int, *, mxfp4: bool, is_q: bool) -> list[di
     def call(i: int, w_bf16: torch.Tensor | None) -> torch.Tensor | Quantized:
         if is_q:
             return absorb_q(x, weights[i], scale, mx_scale=mx[i], w_bf16=w_bf16)
-        return absorb_v(x, weights[i], scale, mx_scale=mx[i], out_quant=list(OutQuant)[quant])
+        return absorb_v(x, weights[i], scale, mx_scale=mx[i], out_quant=FORMS[quant])
 
     result = call(0, None)
     out, scales = result if isinstance(result, Quantized) else (result, None)
@@ -294,7 +310,7 @@ def tuned(case: Case, m: int, quant: int, *, mxfp4: bool, is_q: bool) -> list[di
     error = relative_error(out, scales, wanted.transpose(0, 1) if is_q else wanted)
     if not error < (0.2 if quant == 2 else 0.08):
         raise SystemExit(f"wrong result at M = {m}, error {error}: no figure")
-    config = choose(case.heads, m, case.k, case.n, out_quant=quant, mxfp4=mxfp4)
+    config = choose(case.heads, m, case.k, case.n, form=FORMS[quant], mxfp4=mxfp4)
     rows = [{"backend": "table", "config": repr(config), "error": error, "us": per_layer_us(lambda i: call(i, None))}]
     if is_q and isinstance(config, BmmConfig):
         us = per_layer_us(lambda i: call(i, wide[i]))
@@ -306,6 +322,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--search", action="store_true", help="time every configuration and write tuning_h200.py")
+    parser.add_argument("--triton", action="store_true", help="with --search: time Triton's configurations too")
     parser.add_argument(
         "--run",
         action="append",
@@ -328,7 +345,7 @@ def main() -> None:
                 row: dict[str, Any] = {"dims": dims, "heads": heads, "k": k, "n": n, "m": m, "cell": cell}
                 row["peers"] = peers(case, m, quant)
                 if args.search:
-                    row["ours"] = search(case, m, quant, mxfp4=mxfp4)
+                    row["ours"] = search(case, m, quant, mxfp4=mxfp4, triton_too=args.triton)
                 else:
                     row["ours"] = tuned(case, m, quant, mxfp4=mxfp4, is_q=kind == "q")
                 results.append(row)

@@ -15,6 +15,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +27,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "runtime")]
 
 from absorb_oracle import Weight, assert_close, assert_same_bytes, fp8_groups, mxfp4_groups, to_float64  # noqa: E402
 
-from weightprep.runtime import dispatch, witness  # noqa: E402
+from weightprep.runtime import cuda_absorb, dispatch, witness  # noqa: E402
 from weightprep.runtime.absorb import absorb_q, absorb_v  # noqa: E402
 from weightprep.runtime.choice import ActQuant, Backend, OutQuant, Quantized  # noqa: E402
 from weightprep.runtime.flatten import flatten_quant_fp8, flatten_quant_mxfp4  # noqa: E402
 from weightprep.runtime.scale_layout import GroupScaleLayout, behind_row_major_strides  # noqa: E402
+from weightprep.runtime.tuning import CudaConfig, DecodeConfig, WgmmaConfig  # noqa: E402
 
 GUARD = 4096
 DIMS = {"glm v": (512, 256), "glm q": (192, 512), "deepseek v": (512, 128), "deepseek q": (128, 512)}
@@ -57,23 +59,77 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda").copy_(tensor).view(torch.uint8)
 
 
+Kernel = Callable[[torch.Tensor, Weight, torch.Tensor, torch.Tensor], None]
+
+
+def triton_kernel(x: torch.Tensor, weight: Weight, out: torch.Tensor, scales: torch.Tensor) -> None:
+    dispatch.absorb(x, weight.w, weight.scale, weight.mx_scale, None, out, scales, ActQuant.NONE, Backend.TRITON)
+
+
+def cuda_kernel(config: CudaConfig) -> Kernel:
+    """One configuration of the CUDA kernels, whatever the tuning table would take."""
+
+    def launch(x: torch.Tensor, weight: Weight, out: torch.Tensor, scales: torch.Tensor) -> None:
+        reason = cuda_absorb.unsupported(x, weight.w, weight.mx_scale, out, config)
+        if reason is not None:
+            raise AssertionError(reason)
+        some = scales if scales.numel() else None
+        cuda_absorb.launch_cuda(x, weight.w, weight.scale, weight.mx_scale, out, some, config)
+
+    return launch
+
+
+def configs_for(k: int, n: int) -> list[CudaConfig]:
+    """Of each CUDA kernel the configurations that take its different paths."""
+    warps_k = 1 if k % 128 else 2
+    return [
+        DecodeConfig(32, warps_k, 4),
+        DecodeConfig(64, k // 64 if k < 256 else 4, 2),
+        DecodeConfig(128, warps_k, 8, 2),
+        DecodeConfig(64, warps_k, 2, 4, prefetch=False),
+        WgmmaConfig(8, 2, 1, 2),
+        WgmmaConfig(16, 2, 4, 8),
+        WgmmaConfig(32, 2 if n % 256 else 4, 1, 2, prefetch=False),
+        WgmmaConfig(64, 2, 1, 3, 2),
+        WgmmaConfig(64, 2, 3, 8),
+        WgmmaConfig(128, 2, 1, 8),
+    ]
+
+
+def kernels_for(k: int, n: int) -> dict[str, Kernel]:
+    """Triton and all of :func:`configs_for`."""
+    return {"triton": triton_kernel, **{repr(config): cuda_kernel(config) for config in configs_for(k, n)}}
+
+
+def compile_all(names: tuple[str, ...]) -> None:
+    """Compile on all cores what the checks of `names` will launch."""
+    variants = [
+        (config, *DIMS[name], mxfp4, form)
+        for name, mxfp4, form in itertools.product(names, (False, True), OutQuant)
+        for config in configs_for(*DIMS[name])
+        if form is OutQuant.NONE or name.endswith("v")
+    ]
+    with ThreadPoolExecutor(16, initializer=lambda: torch.cuda.set_device(0)) as pool:
+        list(pool.map(lambda variant: cuda_absorb.compile_variant(*variant), variants))
+
+
 def run_guarded(
-    x: torch.Tensor, weight: Weight, quant: int, column: bool, backend: Backend, act: ActQuant
+    x: torch.Tensor, weight: Weight, form: OutQuant, column: bool, kernel: Kernel
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The outputs of one call, the same under two poisons, nothing written outside."""
     (m, heads, _), n = x.shape, weight.w.shape[2]
     results = []
     for poison in (0xA5, 0xFF):
-        if quant == 0:
+        scales: Guarded | None
+        if form is OutQuant.NONE:
             out, scales = Guarded((m, heads, n), torch.bfloat16, poison), None
-        elif quant == 1:
+        elif form is OutQuant.FP8_GROUP:
             out = Guarded((m, heads * n), torch.float8_e4m3fn, poison)
             scales = Guarded((m, heads * n // 128), torch.float32, poison, column=column)
         else:
             out = Guarded((m, heads * n // 2), torch.uint8, poison)
             scales = Guarded((m, heads * n // 32), torch.uint8, poison, column=column)
-        target = torch.empty((0, 0), device="cuda") if scales is None else scales.tensor
-        dispatch.absorb(x, weight.w, weight.scale, weight.mx_scale, None, out.tensor, target, act, backend)
+        kernel(x, weight, out.tensor, torch.empty((0, 0), device="cuda") if scales is None else scales.tensor)
         torch.cuda.synchronize()
         for guarded in (out, scales):
             if guarded is not None:
@@ -85,46 +141,52 @@ def run_guarded(
     return results[0]
 
 
-def check_cell(name: str, kind: str, heads: int, m: int, backend: Backend) -> None:
-    """One product in all its output forms, bit for bit where bits are defined."""
+def check_cell(name: str, kind: str, heads: int, m: int, kernels: dict[str, Kernel]) -> list[str]:
+    """One product in all its output forms, bit for bit where bits are defined; returns what failed."""
     k, n = DIMS[name]
     weight = Weight.make(kind, heads, k, n, "cuda")
     wide = torch.full((heads, m, k + 64), float("nan"), device="cuda", dtype=torch.bfloat16)
     x = wide.transpose(0, 1)[:, :, 64:]
     x.copy_(torch.randn((m, heads, k)))
-    plain, _ = run_guarded(x, weight, 0, False, backend, ActQuant.NONE)
-    assert_close(plain, x, weight)
-    if name.endswith("q"):
-        return
-    flat = to_float64(plain).astype(np.float32).reshape(m, -1)
-    for column in (False, True):
-        for quant, oracle in ((1, fp8_groups), (2, mxfp4_groups)):
-            values, scales = run_guarded(x, weight, quant, column, backend, ActQuant.NONE)
-            wanted_values, wanted_scales = oracle(flat)
-            assert_same_bytes(values, wanted_values)
-            assert_same_bytes(scales, wanted_scales)
+    failed = []
+    for label, kernel in kernels.items():
+        if kind == "bf16" and kernel is not triton_kernel:
+            continue
+        try:
+            plain, _ = run_guarded(x, weight, OutQuant.NONE, False, kernel)
+            assert_close(plain, x, weight)
+            if name.endswith("q"):
+                continue
+            flat = to_float64(plain).astype(np.float32).reshape(m, -1)
+            oracles = {OutQuant.FP8_GROUP: fp8_groups(flat), OutQuant.MXFP4: mxfp4_groups(flat)}
+            for column, (form, (wanted_values, wanted_scales)) in itertools.product((False, True), oracles.items()):
+                values, scales = run_guarded(x, weight, form, column, kernel)
+                assert_same_bytes(values, wanted_values)
+                assert_same_bytes(scales, wanted_scales)
+        except Exception as error:
+            failed.append(f"{name} {kind} M = {m} {label}: {type(error).__name__}: {str(error)[:300]}")
+    return failed
 
 
 def check_all_cells() -> None:
-    check_cells(("glm v", "glm q"), (1, 2, 3, 17, 257), 3)
-    check_cells(("deepseek v", "deepseek q"), (17,), 3)
+    check_cells(tuple(DIMS), (1, 2, 3, 17, 257), 3)
     check_flatten()
 
 
 def check_all_cells_small() -> None:
-    check_cells(("glm v", "deepseek q"), (1, 3, 17), 2)
+    check_cells(("glm v", "deepseek q"), (3, 17), 2)
     check_flatten()
 
 
 def check_cells(names: tuple[str, ...], rows: tuple[int, ...], heads: int) -> None:
-    for name, kind, m in itertools.product(names, ("e4m3fn", "mxfp4", "bf16"), rows):
-        for backend in (Backend.TRITON, Backend.CUDA):
-            if kind == "bf16" and backend is Backend.CUDA:
-                continue
-            try:
-                check_cell(name, kind, heads, m, backend)
-            except Exception as error:
-                raise AssertionError(f"{name} {kind} M = {m} {backend.value}: {error}") from error
+    compile_all(names)
+    failed = [
+        line
+        for name, kind, m in itertools.product(names, ("e4m3fn", "mxfp4", "bf16"), rows)
+        for line in check_cell(name, kind, heads, m, kernels_for(*DIMS[name]))
+    ]
+    if failed:
+        raise AssertionError("\n  ".join(["", *failed]))
 
 
 def check_flatten() -> None:
@@ -159,18 +221,17 @@ def check_offsets_beyond_31_bits() -> None:
     x = memory.as_strided((3, 2, 512), (apart, 512, 1))
     x.copy_(torch.randn((3, 2, 512)))
     target = torch.empty(2 * apart + 4096, dtype=torch.bfloat16, device="cuda")
-    for backend in (Backend.TRITON, Backend.CUDA):
+    for kernel in kernels_for(512, 256).values():
         out = target.as_strided((3, 2, 256), (apart, 256, 1))
         out.fill_(float("nan"))
-        none = torch.empty((0, 0), device="cuda")
-        dispatch.absorb(x, weight.w, weight.scale, None, None, out, none, ActQuant.NONE, backend)
+        kernel(x, weight, out, torch.empty((0, 0), device="cuda"))
         assert_close(out, x, weight)
 
 
 def check_capture() -> None:
     """A captured call follows its inputs, and a first call inside a capture is an error that says so."""
     weight = Weight.make("e4m3fn", 8, 512, 256, "cuda")
-    for m, layout in itertools.product((1, 17, 64), GroupScaleLayout):
+    for m, layout in itertools.product((1, 17, 64, 256), GroupScaleLayout):
         x = torch.randn((m, 8, 512), device="cuda").bfloat16()
 
         def call(x: torch.Tensor = x, layout: GroupScaleLayout = layout) -> Quantized:
@@ -193,22 +254,28 @@ def check_capture() -> None:
 
 
 def check_stream_order() -> None:
-    """The kernel may begin early, but sees what the kernel before it wrote: inputs and weights rewritten each time."""
+    """The kernels may begin early, but see what the one before them wrote: inputs and weights rewritten each time."""
     weight = Weight.make("e4m3fn", 8, 512, 256, "cuda")
     sources = [torch.randn((4, 8, 512), device="cuda").bfloat16() for _ in range(8)]
     stored = weight.w.transpose(1, 2).view(torch.uint8)
     weights = [stored.roll(i, 1).view(weight.w.dtype).transpose(1, 2) for i in range(8)]
-    wanted = [absorb_v(x, w, weight.scale, backend=Backend.CUDA) for x, w in zip(sources, weights, strict=True)]
-    torch.cuda.synchronize()
-    x, w = torch.empty_like(sources[0]), torch.empty_like(weight.w)
-    for repeat in range(200):
-        i = repeat % 8
-        x.copy_(sources[i])
-        w.view(torch.uint8).copy_(weights[i].view(torch.uint8))
-        got = absorb_v(x, w, weight.scale, backend=Backend.CUDA)
-        again = absorb_v(x, w, weight.scale, backend=Backend.CUDA)
-        if not (torch.equal(got, wanted[i]) and torch.equal(again, wanted[i])):
-            raise AssertionError(f"repeat {repeat}: stale input or weight")
+    for config in (DecodeConfig(32, 2, 4), WgmmaConfig(16, 2, 1, 8)):
+
+        def run(x: torch.Tensor, w: torch.Tensor, config: CudaConfig = config) -> torch.Tensor:
+            out = torch.empty((4, 8, 256), device="cuda", dtype=torch.bfloat16)
+            cuda_absorb.launch_cuda(x, w, weight.scale, None, out, None, config)
+            return out
+
+        wanted = [run(x, w) for x, w in zip(sources, weights, strict=True)]
+        torch.cuda.synchronize()
+        x, w = torch.empty_like(sources[0]), torch.empty_like(weight.w)
+        for repeat in range(200):
+            i = repeat % 8
+            x.copy_(sources[i])
+            w.view(torch.uint8).copy_(weights[i].view(torch.uint8))
+            got, again = run(x, w), run(x, w)
+            if not (torch.equal(got, wanted[i]) and torch.equal(again, wanted[i])):
+                raise AssertionError(f"{config} repeat {repeat}: stale input or weight")
 
 
 def check_compile() -> None:

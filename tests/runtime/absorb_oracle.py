@@ -82,7 +82,11 @@ class Weight:
 
 def product(x: torch.Tensor, weight: Weight) -> np.ndarray:
     """float64 (M, H, N)."""
-    return np.einsum("mhk,hkn->mhn", to_float64(x), weight.exact)
+    return _bmm(to_float64(x), weight.exact)
+
+
+def _bmm(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    return np.matmul(x.transpose(1, 0, 2), w).transpose(1, 0, 2)
 
 
 def bound(x: torch.Tensor, weight: Weight) -> np.ndarray:
@@ -91,7 +95,7 @@ def bound(x: torch.Tensor, weight: Weight) -> np.ndarray:
     Products of bf16 activations and widened weights are exact in float32; a sum of K of them in any order is off by at
     most K * 2^-24 of the sum of their magnitudes, and the scale multiplies once more.
     """
-    terms = np.einsum("mhk,hkn->mhn", np.abs(to_float64(x)), np.abs(weight.exact))
+    terms = _bmm(np.abs(to_float64(x)), np.abs(weight.exact))
     return BF16_ROUNDING * np.abs(product(x, weight)) + (x.shape[2] + 2) * 2.0**-24 * terms + 1e-30
 
 

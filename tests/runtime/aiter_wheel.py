@@ -7,6 +7,7 @@ aiter/__init__.py.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import subprocess
@@ -40,8 +41,12 @@ def unpacked() -> Path | None:
     return target
 
 
-def import_fused_fp8_quant(folder: Path) -> Any:
-    """aiter.ops.triton.fused_fp8_quant of the wheel; changes sys.modules and triton's driver for good."""
+# What aiter passes to its kernels and only the ROCm build of Triton takes.
+AMD_KEYS = ("waves_per_eu", "matrix_instr_nonkdim", "kpack")
+
+
+def import_triton_module(folder: Path, name: str) -> Any:
+    """aiter.ops.triton.`name` of the wheel; changes sys.modules and, without a GPU, triton's driver for good."""
     import torch
     import triton
 
@@ -51,8 +56,13 @@ def import_fused_fp8_quant(folder: Path) -> Any:
     package.dtypes = types.SimpleNamespace(fp8=torch.float8_e4m3fn)  # type: ignore[attr-defined]
     operators = types.ModuleType("aiter.ops")
     operators.__path__ = [str(folder / "aiter" / "ops")]
-    sys.modules.update({"aiter": package, "aiter.ops": operators})
+    sys.modules.setdefault("aiter", package)
+    sys.modules.setdefault("aiter.ops", operators)
     if not torch.cuda.is_available():
+        from triton.runtime import interpreter
+
+        # The fp8 batched kernel assumes a positive stride of a bias that it does not have.
+        interpreter.InterpreterBuilder.create_assume = lambda self, condition: None
         target = types.SimpleNamespace(arch="gfx950", backend="hip", warp_size=64)
         stand_in = types.SimpleNamespace(
             get_current_target=lambda: target,
@@ -60,6 +70,15 @@ def import_fused_fp8_quant(folder: Path) -> Any:
             get_device_interface=lambda: torch.cpu,
         )
         triton.runtime.driver.set_active(stand_in)
-    from aiter.ops.triton import fused_fp8_quant
+    return importlib.import_module(f"aiter.ops.triton.{name}")
 
-    return fused_fp8_quant
+
+class WithoutAmdKeys:
+    """A Triton kernel that is launched without :data:`AMD_KEYS`."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Any:
+        launch = self._kernel[grid]
+        return lambda *args, **rest: launch(*args, **{k: v for k, v in rest.items() if k not in AMD_KEYS})

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
-from aiter_wheel import import_fused_fp8_quant
+from aiter_wheel import import_triton_module
 from interpreter import install_exact_casts
 
 from weightprep.runtime.rms_quant import rms_norm_quantize
@@ -17,7 +17,7 @@ from weightprep.runtime.scale_probe import group_arguments, probe_producer, rms_
 if __name__ == "__main__":
     if not torch.cuda.is_available():
         install_exact_casts()
-    aiter = import_fused_fp8_quant(Path(sys.argv[1]))
+    aiter = import_triton_module(Path(sys.argv[1]), "fused_fp8_quant")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     fp8 = torch.float8_e4m3fn
     rms = probe_producer(aiter.fused_rms_fp8_group_quant, rms_arguments(group_size=128, dtype_quant=fp8), device=device)

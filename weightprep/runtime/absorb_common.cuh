@@ -1,8 +1,6 @@
 // What the absorb kernels share: fp8 and MXFP4 weights widened to bf16, and the two quantizations of the output.
 //
-// Prepended to each kernel's source. A lane holds 16 consecutive k of one weight column. The order of k inside a dot
-// product is free as long as both operands agree, so step s of a chunk of 64 multiplies
-// k = 16 * (lane % 4) + 4 * s + {0, 1, 2, 3}, and widened weights need no exchange between lanes.
+// Prepended to each kernel's source.
 //
 // Macros: WP_K, WP_N (contraction, columns per head), WP_WEIGHT (0 e4m3fn, 1 MXFP4), WP_OUT (0 bf16, 1 e4m3fn groups of
 // 128, 2 MXFP4 groups of 32).
@@ -39,6 +37,7 @@ __device__ __forceinline__ float round_bf16(float x) {
 
 // Weights are loaded with plain `ld.global`: ptxas moves `.nc` loads behind later barriers, next to their use.
 #if WP_WEIGHT == 0
+// 16 consecutive k of one weight column.
 struct Raw { u32 q[4]; };
 
 __device__ __forceinline__ Raw load_weight(const u8* p) {
@@ -49,19 +48,10 @@ __device__ __forceinline__ Raw load_weight(const u8* p) {
 }
 
 // The 7 bits of an e4m3 magnitude placed in bf16's exponent and mantissa are the value times 2^-120.
-__device__ __forceinline__ u32 e4m3_pair(u32 q, u32 selector) {
-  u32 t = __byte_perm(q, 0, selector);
-  u32 bits = (t & 0x80008000u) | ((t >> 4) & 0x07F007F0u);
-  return mul_bf16x2(bits, 0x7B807B80u);
+__device__ __forceinline__ u32 e4m3_bytes_1_and_3(u32 q) {
+  return mul_bf16x2((q & 0x80008000u) | ((q >> 4) & 0x07F007F0u), 0x7B807B80u);
 }
 
-__device__ __forceinline__ void widen(const Raw& r, u32, u32 (&b)[8]) {
-#pragma unroll
-  for (int s = 0; s < 4; ++s) {
-    b[2 * s] = e4m3_pair(r.q[s], 0x1404);
-    b[2 * s + 1] = e4m3_pair(r.q[s], 0x3424);
-  }
-}
 #else
 struct Raw { u32 q[2]; };
 
@@ -76,15 +66,6 @@ __device__ __forceinline__ u32 e2m1_pair(u32 q, u32 selector, u32 scale) {
   u32 t = __byte_perm(q, 0, selector);
   u32 bits = ((t << 4) & 0x8000u) | ((t >> 2) & 0x01C0u) | (t & 0x80000000u) | ((t >> 6) & 0x01C00000u);
   return mul_bf16x2(mul_bf16x2(bits, 0x7E807E80u), scale);
-}
-
-__device__ __forceinline__ void widen(const Raw& r, u32 scale, u32 (&b)[8]) {
-#pragma unroll
-  for (int s = 0; s < 4; ++s) {
-    u32 q = r.q[s / 2];
-    b[2 * s] = e2m1_pair(q, s % 2 ? 0x2424 : 0x0404, scale);
-    b[2 * s + 1] = e2m1_pair(q, s % 2 ? 0x3434 : 0x1414, scale);
-  }
 }
 
 __device__ __forceinline__ u32 e8m0_pair(u32 byte) {

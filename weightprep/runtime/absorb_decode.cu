@@ -3,6 +3,9 @@
 // Compiled by NVRTC behind absorb_common.cuh, with the macros of that file and WP_COLS (columns of one block), WP_WK,
 // WP_WN (warps along K and along N), WP_LOOP (whether a block computes more than one tile of 16 rows), WP_PREFETCH.
 //
+// A lane holds 16 consecutive k of one weight column. The order of k inside a dot product is free as long as both
+// operands agree, so step s of a chunk of 64 multiplies k = 16 * (lane % 4) + 4 * s + {0, 1, 2, 3}, and widened weights
+// need no exchange between lanes.
 // A quantization group of 128 columns is spread over a cluster of 128 / WP_COLS blocks, so that few heads still fill
 // the GPU; the blocks tell each other their maxima through distributed shared memory.
 
@@ -30,6 +33,25 @@ __device__ __forceinline__ void load_rows(uint4 (&a)[CHUNKS][2][2], const u16* x
       a[j][half][1] = inside ? __ldg(p + 1) : make_uint4(0, 0, 0, 0);
     }
 }
+
+#if WP_WEIGHT == 0
+__device__ __forceinline__ void widen(const Raw& r, u32, u32 (&b)[8]) {
+#pragma unroll
+  for (int s = 0; s < 4; ++s) {
+    b[2 * s] = e4m3_bytes_1_and_3(__byte_perm(r.q[s], 0, 0x1404));
+    b[2 * s + 1] = e4m3_bytes_1_and_3(__byte_perm(r.q[s], 0, 0x3424));
+  }
+}
+#else
+__device__ __forceinline__ void widen(const Raw& r, u32 scale, u32 (&b)[8]) {
+#pragma unroll
+  for (int s = 0; s < 4; ++s) {
+    u32 q = r.q[s / 2];
+    b[2 * s] = e2m1_pair(q, s % 2 ? 0x2424 : 0x0404, scale);
+    b[2 * s + 1] = e2m1_pair(q, s % 2 ? 0x3434 : 0x1414, scale);
+  }
+}
+#endif
 
 __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

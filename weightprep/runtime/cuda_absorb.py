@@ -46,6 +46,8 @@ def unsupported(
         return f"K = {k} is not a multiple of 64 or N = {columns} not of 128"
     if not config.fits(k, columns):
         return f"{config} does not divide K = {k}, N = {columns}"
+    if isinstance(config, WgmmaConfig) and form_of(out) is OutQuant.FP8_GROUP and config.block_columns % FP8_GROUP:
+        return f"{config} splits a quantization group of {FP8_GROUP} columns"
     if x.stride(2) != 1 or w.stride(1) != 1 or out.stride(-1) != 1:
         return "k of activations and weights, or the last dimension of the output, is not contiguous"
     if out.dtype == torch.float8_e4m3fnuz:
@@ -124,12 +126,11 @@ def launch_cuda(
     # torch's launcher has no null pointer; the kernel does not read `x` in the place of an absent tensor.
     tensors = [x, w, *(x if t is None else t for t in (w_scale, mx_scale)), out, x if scales is None else scales]
     strides = [x.stride(0), x.stride(1), w.stride(0), w.stride(2), *launch_strides(mx_scale, out, scales)]
-    tiles = [config.row_tiles] if isinstance(config, DecodeConfig) else []
     launcher.launch(
         kernel,
         grid=(columns // config.block_columns, heads, -(-rows // config.block_rows)),
         block=(config.threads, 1, 1),
         shared_bytes=config.shared_bytes(k),
-        args=[*tensors, *strides, rows, *tiles],
+        args=[*tensors, *strides, rows, config.row_tiles],
         early=config.prefetch,
     )

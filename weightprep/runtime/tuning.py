@@ -64,13 +64,15 @@ class DecodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class WgmmaConfig:
-    """absorb_wgmma.cu: rows of a block, warpgroups of 64 columns, chunks of 64 k in flight, blocks per multiprocessor.
+    """absorb_wgmma.cu: rows of a tile, warpgroups of 64 columns, tiles that one block computes in turn.
 
-    `prefetch` as in :class:`DecodeConfig`.
+    `depth` chunks of 64 k of the weights are in flight, `min_blocks` blocks fit a multiprocessor. `prefetch` as in
+    :class:`DecodeConfig`.
     """
 
     rows: int
     groups: int
+    row_tiles: int
     depth: int
     min_blocks: int = 1
     prefetch: bool = True
@@ -85,21 +87,24 @@ class WgmmaConfig:
 
     @property
     def block_rows(self) -> int:
-        return self.rows
+        return self.rows * self.row_tiles
 
     def fits(self, k: int, columns: int) -> bool:
-        """Whether the blocks divide the shape and their activations fit shared memory."""
-        return k % 64 == 0 == columns % self.block_columns and self.shared_bytes(k) <= _SHARED_BYTES
+        """Whether the blocks divide the shape and fit shared memory."""
+        divides = k % 64 == 0 and k <= 512 and columns % self.block_columns == 0
+        return divides and self.shared_bytes(k) <= _SHARED_BYTES
 
     def shared_bytes(self, k: int) -> int:
-        """Dynamic shared memory of a block: activations for all of K, and in their place later the result."""
-        return self.rows * max(2 * k, 2 * self.block_columns + 16)
+        """Dynamic shared memory of a block: one or two tiles of activations, the result, 1 KiB for each warp."""
+        buffers = 1 if self.row_tiles == 1 else 2
+        return self.rows * (2 * k * buffers + 2 * self.block_columns + 16) + 32 * self.threads
 
     def macros(self) -> dict[str, int]:
         """The macros of the source, without their common prefix."""
         return {
             "ROWS": self.rows,
             "GROUPS": self.groups,
+            "LOOP": int(self.row_tiles > 1),
             "DEPTH": self.depth,
             "MIN_BLOCKS": self.min_blocks,
             "PREFETCH": int(self.prefetch),
@@ -157,7 +162,7 @@ def choose(
         return nearest.config
     if rows <= 64 and k % 64 == 0 and columns % 128 == 0:
         return DecodeConfig(columns=32, warps_k=2 if k % 128 == 0 else 1, warps_n=4)
-    many = WgmmaConfig(rows=64, groups=2, depth=8)
+    many = WgmmaConfig(rows=64, groups=2, row_tiles=4, depth=8)
     return many if many.fits(k, columns) else portable(rows, k, form=form)
 
 
