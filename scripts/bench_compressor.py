@@ -281,9 +281,9 @@ def main() -> None:
             search(rows)
     aiter = None
     if options.aiter is not None:
-        from aiter_wheel import import_fused_fp8_quant
+        from aiter_wheel import import_triton_module
 
-        aiter = import_fused_fp8_quant(options.aiter)
+        aiter = import_triton_module(options.aiter, "fused_fp8_quant")
     bandwidth = copy_bandwidth()
     options.out.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {

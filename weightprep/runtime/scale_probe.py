@@ -20,7 +20,14 @@ import torch
 from weightprep.errors import EngineError
 from weightprep.runtime.scale_layout import GroupScaleLayout, materialize, with_true_strides
 
-__all__ = ["ScaleProducer", "TransposeScale", "group_arguments", "probe_producer", "rms_arguments"]
+__all__ = [
+    "ScaleProducer",
+    "TransposeScale",
+    "clamp_arguments",
+    "group_arguments",
+    "probe_producer",
+    "rms_arguments",
+]
 
 _ROWS, _GROUPS, _GROUP = 3, 2, 128
 
@@ -67,6 +74,11 @@ def group_arguments(**keywords: object) -> Callable[[torch.Tensor], tuple[tuple[
 def rms_arguments(**keywords: object) -> Callable[[torch.Tensor], tuple[tuple[object, ...], Mapping[str, object]]]:
     """Arguments of aiter's fused_rms_fp8_group_quant: the tensor, a weight of ones, an epsilon."""
     return lambda x: ((x, torch.ones(x.shape[1], dtype=x.dtype, device=x.device), 1e-6), keywords)
+
+
+def clamp_arguments(**keywords: object) -> Callable[[torch.Tensor], tuple[tuple[object, ...], Mapping[str, object]]]:
+    """Arguments of aiter's fused_clamp_act_mul: a gate of ones beside the tensor."""
+    return lambda x: ((torch.cat((torch.ones_like(x), x), dim=1),), keywords)
 
 
 def probe_producer(

@@ -6,7 +6,11 @@
 
 Where only the kernel can be replaced, its replacement writes batch-major and returns the transposed view, so that the
 transpose and flatten that upstream does next copy nothing. From 0.5.18 on the product and the quantization for o_proj
-are one kernel. Upstream's fused absorb+rope kernel (0.5.22) bypasses rocm_absorb_q_bmm; it stays, and is counted.
+are one kernel, and a bf16 weight's product, too, is written batch-major. Upstream's fused absorb+rope kernel (0.5.22)
+bypasses rocm_absorb_q_bmm; it stays, and is counted.
+
+With many rows the product is bound by arithmetic, and a kernel that widens fp8 weights loses: there, unless a runtime
+was named, q stays with upstream's fp8 kernel, which no layout makes slower, and so does CUDA's bmm_fp8.
 
 A call that stays with upstream is counted under the name of the function with the reason.
 """
@@ -27,6 +31,7 @@ from weightprep.runtime import witness
 from weightprep.runtime.absorb import absorb_into, absorb_q, absorb_v
 from weightprep.runtime.choice import Backend, OutQuant, Quantized
 from weightprep.runtime.scale_layout import GroupScaleLayout
+from weightprep.runtime.tuning import BmmConfig, choose
 
 __all__ = ["RuntimeHook", "register_runtime_hooks", "runtime_hooks"]
 
@@ -36,6 +41,8 @@ _SHARED = f"{_METHODS}.forward_mla"
 _FP8_KERNEL = "batched_gemm_a8w8_a_per_token_group_prequant_w_per_batched_tensor_quant"
 _MXFP4_KERNEL = "batched_gemm_afp4wfp4_pre_quant"
 _FUSED_ROPE = "fused_fp8_bmm_rope_cat_and_cache_mla"
+# More rows were not measured.
+_MEASURED_ROWS = 256
 Q_PATH, V_PATH, CUDA_PATH = "rocm_absorb_q_bmm", "rocm_absorb_v_bmm", "bmm_fp8"
 
 # sglang's hooks have no argument of ours; set once, before they are registered.
@@ -94,11 +101,13 @@ def _is_bound(target: str) -> bool:
 def rocm_absorb_q(orig: Callable[..., torch.Tensor], attn: Any, q_nope: torch.Tensor, **rest: Any) -> torch.Tensor:
     """Around rocm_absorb_q_bmm: (M, H, nope) -> bf16 (H, M, rank)."""
     reason = _not_ours(attn.w_kc, attn.w_scale, getattr(attn, "w_scale_k", None))
+    if reason is None and attn.w_kc.dtype != torch.uint8 and _loses_to_upstream(q_nope, attn.w_kc):
+        reason = "with this many rows upstream's fp8 kernel is the faster one"
     if reason is not None:
         witness.decline(Q_PATH, reason)
         return orig(attn, q_nope, **rest)
     scale, mx_scale = _scales(attn.w_kc, attn.w_scale, getattr(attn, "w_scale_k", None))
-    return absorb_q(q_nope, attn.w_kc, scale, mx_scale=mx_scale, backend=_backend)
+    return absorb_q(q_nope, attn.w_kc, scale, mx_scale=mx_scale, backend=_backend_for(scale, OutQuant.NONE))
 
 
 def rocm_absorb_v(
@@ -109,8 +118,10 @@ def rocm_absorb_v(
     The pair is upstream's: e8m0 scales column-major, as aiter's MXFP4 quantization returns them; fp8 scales
     column-major where the bpreshuffle GEMM of gfx95 reads them, row-major elsewhere.
     """
-    reason = _not_ours(attn.w_vc, attn.w_scale, getattr(attn, "w_scale_v", None))
     out_quant, layout = _o_proj_input(attn.o_proj)
+    reason = _not_ours(attn.w_vc, attn.w_scale, getattr(attn, "w_scale_v", None))
+    if attn.w_vc.dtype == torch.bfloat16 and isinstance(attn.w_scale, float) and out_quant is OutQuant.NONE:
+        reason = None
     if reason is None and out_quant is not OutQuant.NONE and getattr(attn.kv_b_proj, "set_lora", False):
         reason = "a kv_b LoRA corrects the product before it is quantized"
     if reason is not None:
@@ -118,7 +129,7 @@ def rocm_absorb_v(
         upstream: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = orig(attn, attn_output)
         return upstream
     scale, mx_scale = _scales(attn.w_vc, attn.w_scale, getattr(attn, "w_scale_v", None))
-    backend = Backend.AUTO if _backend is Backend.AITER and out_quant is not OutQuant.NONE else _backend
+    backend = _backend_for(scale, out_quant)
     result = absorb_v(
         attn_output, attn.w_vc, scale, mx_scale=mx_scale, out_quant=out_quant, scale_layout=layout, backend=backend
     )
@@ -179,7 +190,7 @@ def aiter_mxfp4_kernel(
     weight, mx_scale = w.transpose(1, 2), w_scales.transpose(1, 2)
     if y is None:
         y = x.new_empty((x.shape[1], x.shape[0], weight.shape[2]), dtype=torch.bfloat16).transpose(0, 1)
-    backend = Backend.AUTO if _backend is Backend.AITER else _backend
+    backend = _backend_for(None, OutQuant.NONE)
     absorb_into(y.transpose(0, 1), x.transpose(0, 1), weight, mx_scale=mx_scale, backend=backend)
     return y
 
@@ -197,6 +208,8 @@ def cuda_bmm_fp8(
     reason = _not_ours(B, B_scale, None)
     if reason is None and (out is not None or dtype != torch.bfloat16):
         reason = "into a given buffer, or an output that is not bf16"
+    if reason is None and A.shape[1] > _MEASURED_ROWS:
+        reason = "with this many rows upstream's fp8 kernel is the faster one"
     if reason is not None:
         witness.decline(CUDA_PATH, reason)
         return orig(A, B, A_scale, B_scale, dtype, out)
@@ -216,10 +229,27 @@ def _not_ours(w: torch.Tensor, scale: object, mx_scale: torch.Tensor | None) -> 
     return None
 
 
+def _backend_for(scale: torch.Tensor | None, out_quant: OutQuant) -> Backend:
+    """The runtime that was asked for; aiter's own kernel takes fp8 weights, which have a scale, and writes bf16."""
+    takes = out_quant is OutQuant.NONE and scale is not None
+    return _backend if _backend is not Backend.AITER or takes else Backend.AUTO
+
+
+def _loses_to_upstream(x: torch.Tensor, w: torch.Tensor) -> bool:
+    """Whether our kernel loses to a bf16 product for x (M, H, K) and fp8 w (H, K, N), by table, and none was named."""
+    rows, heads, k = x.shape
+    if _backend is not Backend.AUTO:
+        return False
+    config = choose(heads, rows, k, w.shape[2], form=OutQuant.NONE, mxfp4=False)
+    return rows > _MEASURED_ROWS or isinstance(config, BmmConfig)
+
+
 def _scales(
-    w: torch.Tensor, scale: torch.Tensor, mx_scale: torch.Tensor | None
+    w: torch.Tensor, scale: Any, mx_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    return (None, mx_scale) if w.dtype == torch.uint8 else (scale, None)
+    if w.dtype == torch.uint8:
+        return None, mx_scale
+    return (None if w.dtype == torch.bfloat16 else scale), None
 
 
 def _o_proj_input(o_proj: Any) -> tuple[OutQuant, GroupScaleLayout]:
