@@ -57,6 +57,7 @@ def copy_range(
                 if count == 0:
                     # Some file systems answer copy_file_range with 0 instead of an error; the last method knows better.
                     break
+                _begin_writeback(target, target_offset + done, count)
                 done += count
                 if on_bytes is not None:
                     on_bytes(count)
@@ -66,6 +67,15 @@ def copy_range(
         if done == nbytes:
             return method
     raise EOFError(f"the source ends {nbytes - done} bytes before the end of the range")
+
+
+def _begin_writeback(target: int, offset: int, nbytes: int) -> None:
+    """Let the disk write while more is read: left alone the kernel begins only when a tenth of the memory is unwritten.
+
+    The advice is to forget the pages; those that have to be written first are written, and stay.
+    """
+    if nbytes >= _CHUNK_BYTES and hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(target, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _copy_file_range(source: int, target: int, source_offset: int, target_offset: int, nbytes: int) -> int:

@@ -21,13 +21,13 @@ from weightprep.convert.files import FileRunner, Progress, ResumableError, check
 from weightprep.convert.journal import Entry, Journal, claim, finished_files, parts_of
 from weightprep.convert.options import Executor, Layout, LinkMode, Part, nearest_existing
 from weightprep.convert.partial import commit, put_back, temporary_of, tree_of
-from weightprep.convert.placing import can_link, place_file, replace_file, write_bytes
-from weightprep.convert.plan import ConversionPlan
+from weightprep.convert.placing import can_link, place_file, replace_file, sync_file, write_bytes
+from weightprep.convert.plan import ConversionPlan, ShardJob
 from weightprep.convert.quality import is_below
 from weightprep.convert.ray_executor import RayRunner, ray_cluster
 from weightprep.errors import CheckpointError, QualityError, WeightprepError
 
-__all__ = ["Result", "execute", "needed_bytes"]
+__all__ = ["Result", "execute", "left_to_write", "needed_bytes"]
 
 # Left free for the file system's own bookkeeping.
 _SPARE_BYTES = 16 * 2**20
@@ -51,7 +51,9 @@ class Result:
 
 
 def needed_bytes(plan: ConversionPlan, done: Container[str] = ()) -> int:
-    """Bytes that a run writes which finds the files `done` finished."""
+    """Bytes that a run writes which finds the files `done` finished; at most that, of a source that is on the hub."""
+    if not plan.stamps:
+        return sum(job.nbytes for job in plan.jobs) + sum(map(len, plan.texts.values()))
     directory = nearest_existing(plan.options.output.parent)
     link = plan.options.link
     todo = [job for job in plan.jobs if job.name not in done]
@@ -90,7 +92,7 @@ def _locked(plan: ConversionPlan, part: Part, journal: Journal, progress: Progre
     options, partial = plan.options, plan.options.partial
     put_back(options)
     done = finished_files(partial)
-    mine = [job for number, job in enumerate(plan.jobs) if number % part.count == part.index - 1]
+    mine = _jobs_of(plan, part)
     todo = [] if options.finish else [job for job in mine if job.name not in done]
     try:
         _check_space(plan, done)
@@ -111,6 +113,18 @@ def _locked(plan: ConversionPlan, part: Part, journal: Journal, progress: Progre
         raise
     commit(options)
     return Result(options.output, True, len(plan.jobs) - len(todo), runner.placed, records)
+
+
+def _jobs_of(plan: ConversionPlan, part: Part) -> list[ShardJob]:
+    return [job for number, job in enumerate(plan.jobs) if number % part.count == part.index - 1]
+
+
+def left_to_write(plan: ConversionPlan) -> int:
+    """Bytes of the files that a run of `plan` does, less those that an earlier one has finished."""
+    if plan.options.finish:
+        return 0
+    done = finished_files(plan.options.partial)
+    return sum(job.nbytes for job in _jobs_of(plan, plan.options.part or Part(1, 1)) if job.name not in done)
 
 
 def _check_space(plan: ConversionPlan, done: Mapping[str, Entry]) -> None:
@@ -200,4 +214,5 @@ def _copy_small(plan: ConversionPlan, source: Path, relative: Path) -> None:
     temporary.unlink(missing_ok=True)
     check_unchanged([plan.stamps[source]])
     place_file(source, temporary, LinkMode.COPY, lambda _: None)
+    sync_file(temporary)
     replace_file(temporary, target)

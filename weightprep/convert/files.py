@@ -5,6 +5,7 @@ A file counts as finished when it is synced under its final name and its line is
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -18,7 +19,7 @@ from weightprep.convert.by_table import convert_by_table, has_table
 from weightprep.convert.journal import Entry
 from weightprep.convert.module import convert_module
 from weightprep.convert.partial import temporary_of, tree_of
-from weightprep.convert.placing import place_file, replace_file
+from weightprep.convert.placing import place_file, replace_file, sync_file
 from weightprep.convert.plan import ConversionPlan, ModuleJob, ShardJob, SourceStamp
 from weightprep.errors import CheckpointError
 
@@ -70,6 +71,7 @@ class FileRunner:
         self._attempt = attempt
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._moving = threading.Semaphore(plan.options.workers)
 
     def run(self, jobs: Sequence[ShardJob]) -> None:
         """Write the files of `jobs`; the first failure, or an interrupt, stops the others at their next chunk."""
@@ -79,7 +81,8 @@ class FileRunner:
             for job in jobs:
                 self._one(job)
             return
-        with ThreadPoolExecutor(workers) as pool:
+        # Twice as many: a file that waits for the disk to have it must not keep others from being read.
+        with ThreadPoolExecutor(2 * workers) as pool:
             futures = [pool.submit(self._one, job) for job in jobs]
             try:
                 _, unfinished = wait(futures, return_when=FIRST_EXCEPTION)
@@ -100,18 +103,24 @@ class FileRunner:
         final.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_of(self._plan.options.partial, job.name, self._attempt)
         temporary.unlink(missing_ok=True)
-        self._progress.begin(job.name, job.nbytes)
         sources = {job.source, *(ref.path for module in job.modules for ref in module.source_refs)}
         stamps = [self._plan.stamps[path] for path in sources]
-        check_unchanged(stamps)
-        try:
-            if job.rewritten:
-                records, how = self._rewrite(job, temporary), "rewritten"
-            else:
-                records, how = (), place_file(job.source, temporary, self._plan.options.link, self._on_bytes(job))
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        with contextlib.ExitStack() as moving:
+            moving.enter_context(self._moving)
+            if self._stop.is_set():
+                raise _StoppedError
+            self._progress.begin(job.name, job.nbytes)
+            check_unchanged(stamps)
+            try:
+                if job.rewritten:
+                    records, how = self._rewrite(job, temporary, moving.close), "rewritten"
+                else:
+                    records, how = (), place_file(job.source, temporary, self._plan.options.link, self._on_bytes(job))
+                    moving.close()
+                    sync_file(temporary)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
         check_unchanged(stamps)
         replace_file(temporary, final)
         fsync_directory(final.parent)
@@ -122,7 +131,8 @@ class FileRunner:
             self.placed[how] = self.placed.get(how, 0) + 1
         self._progress.end(job.name)
 
-    def _rewrite(self, job: ShardJob, path: Path) -> tuple[ModuleRecord, ...]:
+    def _rewrite(self, job: ShardJob, path: Path, moved: Callable[[], None]) -> tuple[ModuleRecord, ...]:
+        """Write the shard of `job`; `moved` is called when only the disk has still to do something."""
         records = []
         on_bytes = self._on_bytes(job)
         with ShardWriter(path, [t.info for t in job.tensors], job.metadata or {}, on_bytes=on_bytes) as writer:
@@ -132,6 +142,7 @@ class FileRunner:
                 records.append(self._convert(module, job, writer))
                 if self._stop.is_set():
                     raise _StoppedError
+            moved()
             writer.finish()
         return tuple(records)
 

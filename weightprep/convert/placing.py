@@ -17,7 +17,7 @@ from weightprep.checkpoint.json_file import open_regular
 from weightprep.convert.options import LinkMode
 from weightprep.errors import CheckpointError
 
-__all__ = ["can_link", "place_file", "replace_file", "write_bytes"]
+__all__ = ["can_link", "place_file", "replace_file", "sync_file", "write_bytes"]
 
 _FICLONE = 0x40049409
 # A file system without reflinks or hard links, one that differs, or a kernel that protects foreign files from being
@@ -43,7 +43,7 @@ def can_link(source: Path, directory: Path, mode: LinkMode) -> bool:
 
 
 def place_file(source: Path, temporary: Path, mode: LinkMode, on_bytes: Callable[[int], None]) -> str:
-    """Make `temporary` a link to, a clone or a copy of `source` (a real path), and return which.
+    """Make `temporary` a link to, a clone or a copy of `source` (a real path), and return which; not synced.
 
     :raises CheckpointError: the mode was asked for by name and does not work here
     :raises OSError: reading or writing failed
@@ -95,7 +95,6 @@ def _into(source: Path, temporary: Path, move: Callable[[int, int], object]) -> 
         write = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             move(read, write)
-            os.fsync(write)
         finally:
             os.close(write)
     finally:
@@ -107,6 +106,15 @@ _ATTEMPTS: dict[LinkMode, Callable[[Path, Path, Callable[[int], None]], None]] =
     LinkMode.REFLINK: _reflink,
     LinkMode.COPY: _copy,
 }
+
+
+def sync_file(path: Path) -> None:
+    """Wait until the bytes of a file are on the disk."""
+    fd = open_regular(path)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def replace_file(temporary: Path, final: Path) -> None:
