@@ -47,7 +47,12 @@ def test_paths(target: str, version: str, attributes: dict[str, str], path: str,
     ("target", "attributes", "words"),
     [
         ("gfx950", {**FP8, "w_vc": BF16}, "takes w_vc for float8_e4m3fn, but it is bfloat16"),
-        ("gfx950", {**FP8, "w_kc": BF16}, None),
+        # one w_scale serves both matmuls, and multiplies a bf16 w_kc too
+        ("gfx950", {**FP8, "w_kc": BF16}, "takes w_scale for float, but it is tensor"),
+        ("gfx942", {**FP8, "w_kc": BF16}, "takes w_scale for float, but it is tensor"),
+        ("sm90", {**FP8, "w_kc": BF16}, None),
+        ("sm100", {**FP8, "w_kc": BF16}, None),
+        ("cpu", {**FP8, "w_kc": BF16}, None),
         ("gfx950", {**FP8, "w_scale": "float"}, "takes w_scale for tensor"),
         ("sm90", {**FP8, "w_scale": "float"}, "takes w_scale for tensor"),
         ("gfx950", {"w_kc": U8, "w_vc": U8}, "takes w_scale_k for uint8, but it is absent"),
@@ -114,6 +119,22 @@ def branch_taken(monkeypatch: pytest.MonkeyPatch, matmul: str, gfx950: bool, k: 
         with pytest.raises(Stop):
             rocm.rocm_absorb_v_bmm(attention, torch.zeros(3, 2, 64))
     return called[0]
+
+
+@pytest.mark.parametrize("gfx950", [True, False])
+def test_w_scale_multiplies_a_bf16_w_kc_on_rocm(gfx950: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason for which w_vc alone in fp8 is refused there, in sglang's own code."""
+    from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla_rocm as rocm
+
+    monkeypatch.setattr(rocm, "_use_aiter_gfx95", gfx950)
+    attention = SimpleNamespace(
+        w_kc=torch.ones(2, 32, 64).bfloat16(), w_vc=torch.zeros(2, 64, 32).to(torch.float8_e4m3fn), num_local_heads=2
+    )
+    results = []
+    for scale in (1.0, torch.tensor(0.5)):
+        attention.w_scale = scale
+        results.append(rocm.rocm_absorb_q_bmm(attention, torch.ones(3, 2, 32).bfloat16(), is_capture_mode=True))
+    assert torch.equal(results[1], results[0] * 0.5)
 
 
 @pytest.mark.parametrize("gfx950", [True, False])

@@ -12,7 +12,15 @@ from weightprep.recipe import find_recipe, list_recipes, load_recipe, recipe_sch
 from weightprep.recipe.load import recipe_directories
 from weightprep.transforms import transforms
 
-SHIPPED = {"glm_moe_dsa", "deepseek_v3", "deepseek_v3_mxfp4", "kimi_k2", "kimi_k2_mxfp4", "glm4_moe_lite"}
+SHIPPED = {
+    "glm_moe_dsa",
+    "glm5_next",
+    "deepseek_v3",
+    "deepseek_v3_mxfp4",
+    "kimi_k2",
+    "kimi_k2_mxfp4",
+    "glm4_moe_lite",
+}
 GLM = next(d for d in recipe_directories() if (d / "glm_moe_dsa.yaml").is_file()) / "glm_moe_dsa.yaml"
 
 
@@ -49,6 +57,7 @@ def test_a_recipe_is_the_same_by_name_and_by_path(name: str) -> None:
         ("DeepseekV3ForCausalLM", "kimi_k2", "kimi_k2"),
         ("KimiK25ForConditionalGeneration", "kimi_k25", "kimi_k2"),
         ("Glm4MoeLiteForCausalLM", "glm4_moe_lite", "glm4_moe_lite"),
+        ("Glm5NextForConditionalGeneration", "glm5_next", "glm5_next"),
     ],
 )
 def test_found_by_architecture(architecture: str, model_type: str | None, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from weightprep.errors import RecipeError
 from weightprep.formats import Encoding
-from weightprep.recipe import Recipe, load_recipe, resolve
+from weightprep.recipe import Recipe, load_recipe, refuse_unsound, resolve
 
 GLM_52: dict[str, object] = {
     "architectures": ["GlmMoeDsaForCausalLM"],
@@ -101,13 +102,58 @@ def test_precision_by_group(name: str, precision: str | dict[str, str] | None, d
     assert {module.contract for module in plan.modules if module.group == "nextn"} == {f"{nextn}_absorbed"}
 
 
+def test_w_vc_alone_in_fp8_by_group() -> None:
+    plan = resolve(load_recipe("glm_moe_dsa"), GLM_52, precision={"decoder": "bf16+fp8", "nextn": "bf16"})
+    assert {module.group: module.precision for module in plan.modules} == {"decoder": "bf16+fp8", "nextn": "bf16"}
+    assert plan.modules[0].store == ()
+    contract = plan.contract(plan.modules[0].contract)
+    assert (contract["w_kc"].dtype, contract["w_vc"].dtype) == (torch.bfloat16, torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("target", ["gfx950", "gfx942", "sm90", "sm100", "cpu"])
+@pytest.mark.parametrize("version", ["0.5.12", "0.5.15", "0.5.18", "0.5.20", "0.5.22", "0.5.23"])
+@pytest.mark.parametrize(
+    ("precision", "readers"),
+    [
+        ("fp8", {"gfx950", "gfx942", "sm90", "sm100", "cpu"}),
+        ("bf16", {"gfx950", "gfx942", "sm90", "sm100", "cpu"}),
+        ("mxfp4", {"gfx950"}),
+        ("bf16+fp8", {"sm90", "sm100", "cpu"}),
+    ],
+)
+def test_a_precision_that_kernels_would_misread_is_refused(
+    target: str, version: str, precision: str, readers: set[str]
+) -> None:
+    plan = resolve(load_recipe("glm_moe_dsa"), GLM_52, precision=precision)
+    if target in readers:
+        refuse_unsound(plan, target, version)
+        return
+    with pytest.raises(RecipeError, match=f"{re.escape(precision)} on {target}, sglang {version}: found"):
+        refuse_unsound(plan, target, version)
+
+
+def test_one_misread_group_is_enough() -> None:
+    plan = resolve(load_recipe("glm_moe_dsa"), GLM_52, precision={"decoder": "fp8", "nextn": "bf16+fp8"})
+    with pytest.raises(RecipeError, match=r"bf16\+fp8 on gfx950"):
+        refuse_unsound(plan, "gfx950", "0.5.23")
+
+
+def test_glm_5_3_flash_has_kv_b_in_one_layer_of_four() -> None:
+    text = {**GLM_52, "num_hidden_layers": 8, "layer_types": (["linear_attention"] * 3 + ["indexed_attention"]) * 2}
+    plan = resolve(
+        load_recipe("glm5_next"), {"architectures": ["Glm5NextForConditionalGeneration"], "text_config": text}
+    )
+    assert [(module.layer, module.group) for module in plan.modules] == [(3, "decoder"), (7, "decoder"), (8, "nextn")]
+    assert plan.modules[0].source == "model.language_model.layers.3.self_attn.kv_b_proj"
+
+
 @pytest.mark.parametrize(
     ("precision", "words"),
     [
         ("fp6", "no pipeline of this precision"),
         ({"encoder": "fp8"}, "precision for encoder: found an unknown layer group"),
-        ("bf16+fp8", "w_kc and w_vc in different precisions"),
-        ({"decoder": "bf16+fp8"}, "reads w_kc's dtype"),
+        ("fp8+bf16", "w_kc and w_vc in different precisions"),
+        ({"decoder": "bf16+mxfp4"}, "reads w_kc's dtype"),
     ],
 )
 def test_refused_precisions(precision: str | dict[str, str], words: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sources import ENCODINGS, source
 
@@ -20,14 +20,17 @@ from weightprep.recipe import ModelPlan, ModulePlan, list_recipes, resolve
 from weightprep.transforms import Bundle, StepContext, measure_amax, run_steps
 
 RECIPES = [recipe for recipe in list_recipes() if recipe.modules]
-PRECISIONS = ("fp8", "mxfp4", "bf16")
+PRECISIONS = ("fp8", "mxfp4", "bf16", "bf16+fp8")
 PLACE = Place(0, "decoder", "self_attn", "path", "cpu")
 
 
 def plan_for(name: str, precision: str, dims: Mapping[str, int]) -> tuple[ModelPlan, ModulePlan]:
     recipe = next(recipe for recipe in RECIPES if recipe.name == name)
     config: dict[str, object] = {recipe.dims[dim]: size for dim, size in dims.items()}
-    config |= {"num_hidden_layers": 1, "architectures": [recipe.architectures[0]]}
+    config |= {"num_hidden_layers": 1}
+    wrapper = recipe.wrappers.get(recipe.architectures[0])
+    config = {wrapper.config: config} if wrapper is not None else config
+    config["architectures"] = [recipe.architectures[0]]
     plan = resolve(recipe, config, precision=precision)
     return plan, plan.modules[0]
 
@@ -101,6 +104,8 @@ def test_offline_equals_online_at_every_rank_count(
     as_blocks: bool,
     seed: int,
 ) -> None:
+    # refused before any weight is read: tests/recipe/test_resolve.py
+    assume(not (precision == "bf16+fp8" and target == "gfx942"))
     dims = {"heads": ranks * heads_per_rank, "nope": nope, "v": v, "rank": rank}
     model, plan = plan_for(recipe, precision, dims)
     rows = dims["heads"] * (nope + v)

@@ -81,11 +81,13 @@ GATES = (
     Gate("v", _CUDA, "", "fp8_absorbed", "flashinfer bmm_fp8", True, {"w_vc": _FN}, {"w_scale": "tensor"}),
     Gate("q", ("cpu",), "", "fp8_dequantized", _SCALED, False, {"w_kc": _FN}, {"w_scale": "tensor"}),
     Gate("v", ("cpu",), "", "fp8_dequantized", _SCALED, False, {"w_vc": _FN}, {"w_scale": "tensor"}),
-    # Before 0.5.20 the ROCm branch multiplies a bf16 weight by w_scale as well.
-    Gate("q", _ROCM, "<0.5.20", "bf16_scaled", _SCALED, False, {"w_kc": "bfloat16"}, {}),
-    Gate("v", _ROCM, "<0.5.20", "bf16_scaled", _SCALED, False, {"w_vc": "bfloat16"}, {}),
-    Gate("q", TARGETS, "", "bf16", "torch.bmm", False, {"w_kc": "bfloat16"}, {}),
-    Gate("v", TARGETS, "", "bf16", "torch.bmm", False, {"w_vc": "bfloat16"}, {}),
+    # On ROCm w_scale multiplies a bf16 weight too: before 0.5.20 in each call, since then unless it is the float 1.0.
+    Gate("q", _ROCM, "<0.5.20", "bf16_scaled", _SCALED, False, {"w_kc": "bfloat16"}, {"w_scale": "float"}),
+    Gate("v", _ROCM, "<0.5.20", "bf16_scaled", _SCALED, False, {"w_vc": "bfloat16"}, {"w_scale": "float"}),
+    Gate("q", _ROCM, "", "bf16", "torch.bmm", False, {"w_kc": "bfloat16"}, {"w_scale": "float"}),
+    Gate("v", _ROCM, "", "bf16", "torch.bmm", False, {"w_vc": "bfloat16"}, {"w_scale": "float"}),
+    Gate("q", (*_CUDA, "cpu"), "", "bf16", "torch.bmm", False, {"w_kc": "bfloat16"}, {}),
+    Gate("v", (*_CUDA, "cpu"), "", "bf16", "torch.bmm", False, {"w_vc": "bfloat16"}, {}),
     Gate("q", _ROCM, "", "fp8_dequantized", _SCALED, False, {}, {"w_kc": "float", "w_scale": "tensor"}),
     Gate("v", _ROCM, "", "fp8_dequantized", _SCALED, False, {}, {"w_vc": "float", "w_scale": "tensor"}),
     Gate("q", TARGETS, "", "unsupported", "torch.bmm", False, {}, {"w_kc": "bfloat16"}),

@@ -22,7 +22,9 @@ __all__ = ["inline_jobs", "inline_texts", "shard_size"]
 
 
 def inline_jobs(checkpoint: Checkpoint, modules: Sequence[ModuleJob]) -> tuple[ShardJob, ...]:
-    """One job per source shard. The scale of a converted weight stands right behind it, wherever the source had it."""
+    """One job per source shard, except one that keeps nothing. The scale of a converted weight stands right behind it,
+    wherever the source had it.
+    """
     by_weight = {module.source.weight.name: module for module in modules}
     consumed = {ref.name for module in modules for ref in module.source_refs}
     jobs = []
@@ -40,6 +42,9 @@ def inline_jobs(checkpoint: Checkpoint, modules: Sequence[ModuleJob]) -> tuple[S
                 ]
             elif name not in consumed:
                 tensors.append(OutputTensor(info, copied=checkpoint.tensors[name]))
+        if not tensors:
+            # it held scales alone, and those now stand beside their weights
+            continue
         here = tuple(by_weight[name] for name in header.tensors if name in by_weight)
         size = shard_size(tensors, header.metadata)
         jobs.append(ShardJob(shard, header.path, size, tuple(tensors), header.metadata, here))

@@ -9,7 +9,7 @@ from weightprep.checkpoint.repository import Checkpoint
 from weightprep.contracts.gates import Prediction, predict
 from weightprep.contracts.loading import LoadedLayer, load_layer
 from weightprep.convert.planner import find_modules
-from weightprep.recipe import ModelPlan, ModulePlan
+from weightprep.recipe import ModelPlan, ModulePlan, gate_attributes
 
 __all__ = ["LayerForecast", "forecast"]
 
@@ -51,16 +51,10 @@ def forecast(checkpoint: Checkpoint, model: ModelPlan, target: str, version: str
                 layer.encoding,
                 predict(target, version, rule.attributes),
                 rule.reason,
-                predict(target, version, _prepared(model, plan, target)),
+                predict(target, version, gate_attributes(model, plan.contract, target)),
             )
         )
     return tuple(forecasts)
-
-
-def _prepared(model: ModelPlan, plan: ModulePlan, target: str) -> Mapping[str, str]:
-    contract = model.contract(plan.contract, target=target)
-    attributes = {role: str(spec.dtype).removeprefix("torch.") for role, spec in contract.items()}
-    return attributes | {"w_scale": "tensor" if "w_scale" in contract else "float"}
 
 
 def _inner_architecture(checkpoint: Checkpoint, model: ModelPlan) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from weightprep.checkpoint.config import ModelConfig
 from weightprep.checkpoint.exclude import EXCLUDE_KEYS, ExcludeEntry, ExcludeList, draft_names, read_exclude_list
-from weightprep.convert.runtime_names import names_to_exclude, with_bare_names
+from weightprep.convert.runtime_names import names_to_exclude, towers, with_bare_names
 from weightprep.errors import CheckpointError
 
 __all__ = ["Modules", "StoredScale", "edit_config", "edit_hf_quant_config", "overridden_entries", "storage_for"]
@@ -64,7 +64,8 @@ class Modules:
         """Every name that a loader may use for a linear that is not one of `quantized`."""
         quantized = set(self.quantized)
         kept = (name for name in self.linears if name not in quantized)
-        return with_bare_names(names_to_exclude(kept, self.nextn_prefixes), self.wrapper_prefix)
+        names = with_bare_names(names_to_exclude(kept, self.nextn_prefixes), self.wrapper_prefix)
+        return list(dict.fromkeys([*names, *towers(self.linears, self.wrapper_prefix)]))
 
     @property
     def quantized_names(self) -> list[str]:
@@ -82,6 +83,14 @@ def storage_for(config: ModelConfig) -> StoredScale:
     if quantization is None and config.hf_quant_config is None:
         return StoredScale(".weight_scale_inv", _DEFAULT_BLOCK)
     method = (quantization or {}).get("quant_method")
+    if (quantization or {}).get("scale_fmt") == "ue8m0":
+        raise CheckpointError(
+            "config.json: quantization_config",
+            found="scale_fmt 'ue8m0': loaders take every scale for a power of two, and round one that is not",
+            wanted="scales of any value, because one scale for a whole weight is no power of two",
+            remedy="use --layout sidecar, which leaves the checkpoint as it is, or leave fp8 weights as they are "
+            "(without --requantize)",
+        )
     if method == "fp8" and config.weight_block_size is not None:
         return StoredScale(".weight_scale_inv", config.weight_block_size)
     if method == "quark":

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from weightprep.checkpoint.exclude import FUSED, draft_names
 
-__all__ = ["linear_modules", "names_to_exclude", "with_bare_names"]
+__all__ = ["linear_modules", "names_to_exclude", "towers", "with_bare_names"]
 
 _EXPERT = re.compile(r"^(.*\.experts)\.\d+\..+$")
 
@@ -45,6 +45,14 @@ def with_bare_names(names: Iterable[str], prefix: str) -> list[str]:
     """`names`, and those under a wrapper's `prefix` also without it."""
     spelled = ((name, name.removeprefix(prefix)) for name in names)
     return list(dict.fromkeys(name for pair in spelled for name in pair))
+
+
+def towers(names: Iterable[str], prefix: str) -> list[str]:
+    """The parts of a wrapper beside the language model under `prefix` ("visual"), whose inner names loaders change."""
+    if not prefix:
+        return []
+    beside = (name.removeprefix("model.") for name in names if not name.startswith(prefix))
+    return list(dict.fromkeys(name.split(".")[0] for name in beside))
 
 
 def _fused(module: str, present: set[str]) -> Iterator[str]:

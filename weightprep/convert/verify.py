@@ -125,7 +125,8 @@ class _Judge:
         yield from faults
         yield from self._repository()
         kept, folder = source, self._root / SIDECAR_DIR
-        wanted = {self._root / shard: metadata.get(checkpoint.root / shard) for shard in checkpoint.shards}
+        shards = {job.name for job in self._plan.jobs} if options.layout is Layout.INLINE else {*checkpoint.shards}
+        wanted = {self._root / shard: metadata.get(checkpoint.root / shard) for shard in sorted(shards)}
         if not options.in_place:
             kept, written, faults = _read_all(self._root.glob("*.safetensors"))
             yield from faults

@@ -16,7 +16,8 @@ from weightprep.recipe.pipeline import PipelinePart
 __all__ = ["LayerPart", "ModulePart", "Precision"]
 
 _PLACEHOLDER = re.compile(r"\{(\w*)\}")
-Precision = Literal["fp8", "mxfp4", "bf16"]
+# "bf16+fp8" is w_kc in bf16 with w_vc in fp8
+Precision = Literal["fp8", "mxfp4", "bf16", "bf16+fp8"]
 
 
 class LayerPart(RecipePart):

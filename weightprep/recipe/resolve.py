@@ -128,12 +128,12 @@ def _choose(recipe: Recipe, name: str, module: ModulePart, group: str, precision
     named = precision.get(group) if isinstance(precision, Mapping) else None
     asked = named or (precision if isinstance(precision, str) else None) or module.precision
     known = module.pipelines()
-    if "+" in asked:
+    if "+" in asked and asked not in known:
         raise RecipeError(
             f"precision {asked}",
             found="w_kc and w_vc in different precisions",
             wanted=f"one of {', '.join(known)}",
-            remedy="choose one: ROCm's gate for the V matmul reads w_kc's dtype, so a mixed pair is silently wrong",
+            remedy="choose one of these: ROCm's gate for the V matmul reads w_kc's dtype, and one w_scale serves both",
         )
     if asked not in known:
         raise RecipeError(

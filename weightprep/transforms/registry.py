@@ -17,13 +17,24 @@ from weightprep.transforms.e4m3_for_target import e4m3_for_target
 from weightprep.transforms.layout import layout
 from weightprep.transforms.quantize_fp8 import quantize_fp8
 from weightprep.transforms.quantize_mxfp4 import absorb_mxfp4, quantize_mxfp4
+from weightprep.transforms.quantize_w_vc import quantize_w_vc
 from weightprep.transforms.split_kv_b import split_kv_b
 from weightprep.transforms.step import Step, Transform
 
 __all__ = ["ENTRY_POINT_GROUP", "make_step", "transforms"]
 
 ENTRY_POINT_GROUP = "weightprep.transforms"
-_OURS = (dequantize, quantize_fp8, quantize_mxfp4, cast, split_kv_b, absorb_mxfp4, e4m3_for_target, layout)
+_OURS = (
+    dequantize,
+    quantize_fp8,
+    quantize_mxfp4,
+    cast,
+    split_kv_b,
+    absorb_mxfp4,
+    quantize_w_vc,
+    e4m3_for_target,
+    layout,
+)
 
 
 @cache

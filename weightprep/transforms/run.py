@@ -40,16 +40,16 @@ def run_steps(steps: Sequence[Step], bundle: Bundle, context: StepContext) -> Bu
 def measure_amax(steps: Sequence[Step], bundle: Bundle, context: StepContext) -> torch.Tensor | None:
     """What ranks that hold different rows of one weight must agree on before `run_steps`, or None if nothing.
 
-    :return: float32 [3]: largest magnitude of the weight, largest scale, and minus the smallest scale, to be reduced by
-        elementwise MAX and handed to run_steps as `context.amax`. A bundle with a NaN reports infinity, so that every
+    :return: float32, what the measuring step declares (for `quantize_fp8` largest magnitude of the weight, largest
+        scale, and minus the smallest scale), to be reduced by elementwise MAX and handed to run_steps as
+        `context.amax`. A bundle with a NaN reports infinity, so that every
         rank sees the fault after the reduction and none is left waiting. Whether it is None depends on names and dtypes
         alone, so ranks agree on that without talking.
     """
     for position, step in enumerate(steps):
         if step.transform.measure is None:
             continue
-        for before in steps[:position]:
-            _require(before, bundle.form, context.name)
+        check_composition(steps[:position], bundle.form, context.name)
         return step.transform.measure(bundle, context, **step.params)
     return None
 

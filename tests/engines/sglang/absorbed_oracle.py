@@ -15,9 +15,9 @@ from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "transforms"))
 
-from mxfp4_oracle import scalar_mxfp4  # noqa: E402
+from mxfp4_oracle import scalar_mxfp4
 
-__all__ = ["bf16_absorbed", "fp8_absorbed", "kv_b_numbers", "mxfp4_absorbed", "same_bytes"]
+__all__ = ["bf16_fp8_absorbed", "fp8_absorbed", "kv_b_numbers", "mxfp4_absorbed", "same_bytes"]
 
 SCALES = (".weight_scale_inv", ".weight_scale")
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
@@ -79,8 +79,14 @@ def _halves(values: np.ndarray, nope: int, v: int) -> tuple[np.ndarray, np.ndarr
     return heads[:, :nope], heads[:, nope:].transpose(0, 2, 1)
 
 
+def _fp8(values: np.ndarray) -> tuple[np.ndarray, np.float32]:
+    m = np.float32(448) * (np.float32(1) / np.abs(values).max())
+    scaled = np.clip(values * m, np.float32(-448), np.float32(448))
+    return scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), np.float32(1) / m
+
+
 def fp8_absorbed(root: Path, module: str, nope: int, v: int, *, fnuz: bool = False) -> dict[str, np.ndarray]:
-    """w_kc, w_vc (bytes) and w_scale under one scale, 448 * (1 / amax) in float32; a source with one scale keeps its own.
+    """w_kc, w_vc (bytes) and w_scale under one scale, 448 * (1 / amax) in float32; a source that has one keeps it.
 
     :param fnuz: the same numbers in float8_e4m3fnuz
     """
@@ -89,10 +95,7 @@ def fp8_absorbed(root: Path, module: str, nope: int, v: int, *, fnuz: bool = Fal
     if stored is not None and stored.dtype is torch.float8_e4m3fn and scale is not None and scale.numel() == 1:
         codes, factor = stored.view(torch.uint8).numpy(), _values(scale).reshape(())
     else:
-        values = kv_b_numbers(root, module)
-        m = np.float32(448) * (np.float32(1) / np.abs(values).max())
-        scaled = np.clip(values * m, np.float32(-448), np.float32(448))
-        codes, factor = scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), np.float32(1) / m
+        codes, factor = _fp8(kv_b_numbers(root, module))
     if fnuz:
         numbers = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) / 2
         codes, factor = numbers.astype(ml_dtypes.float8_e4m3fnuz).view(np.uint8), factor * np.float32(2)
@@ -100,10 +103,12 @@ def fp8_absorbed(root: Path, module: str, nope: int, v: int, *, fnuz: bool = Fal
     return {"w_kc": w_kc, "w_vc": w_vc, "w_scale": np.asarray(factor, dtype=np.float32)}
 
 
-def bf16_absorbed(root: Path, module: str, nope: int, v: int) -> dict[str, np.ndarray]:
-    values = kv_b_numbers(root, module).astype(ml_dtypes.bfloat16).view(np.uint16)
-    w_kc, w_vc = _halves(values, nope, v)
-    return {"w_kc": w_kc, "w_vc": w_vc}
+def bf16_fp8_absorbed(root: Path, module: str, nope: int, v: int) -> dict[str, np.ndarray]:
+    """w_kc in bf16 (bits), w_vc in fp8 under a scale of its own."""
+    w_kc, w_vc = _halves(kv_b_numbers(root, module), nope, v)
+    codes, factor = _fp8(w_vc)
+    bits = w_kc.astype(ml_dtypes.bfloat16).view(np.uint16)
+    return {"w_kc": bits, "w_vc": codes, "w_scale": np.asarray(factor, dtype=np.float32)}
 
 
 def mxfp4_absorbed(root: Path, module: str, nope: int, v: int) -> dict[str, np.ndarray]:

@@ -19,7 +19,7 @@ ROLES = ("w_kc", "w_vc", "w_scale", "w_scale_k", "w_scale_v")
 
 @dataclass(frozen=True)
 class Loaded:
-    """A loaded model's absorbed weights by layer of the checkpoint, and the startup report where the plugin made one."""
+    """A model's absorbed weights by layer of the checkpoint, and the startup report where the plugin made one."""
 
     layers: dict[int, dict[str, torch.Tensor]]
     strides: dict[int, dict[str, tuple[int, ...]]]
@@ -27,16 +27,20 @@ class Loaded:
 
 
 @contextmanager
-def _on_a_gfx950() -> Iterator[None]:
-    """sglang builds Quark's schemes only where the device says what it can do; the sizes of tensors do not depend on it."""
+def _without_a_gpu() -> Iterator[None]:
+    """sglang builds Quark's schemes where the device says what it can do, and its rope from a package for GPUs; no
+    tensor that a checkpoint fills depends on either.
+    """
     import sglang.srt.layers.quantization.quark.quark as quark
+    import sglang.srt.models.glm5_next as glm5_next
 
-    kept = quark.get_device_capability
+    kept = quark.get_device_capability, glm5_next.get_rope
     quark.get_device_capability = lambda *args, **kwargs: (9, 5)
+    glm5_next.get_rope = lambda *args, **kwargs: torch.nn.Identity()
     try:
         yield
     finally:
-        quark.get_device_capability = kept
+        quark.get_device_capability, glm5_next.get_rope = kept
 
 
 def load(state: Any, path: Path, load_format: str, extra: dict[str, Any], folder: Path, draft: bool) -> Loaded:
@@ -44,7 +48,7 @@ def load(state: Any, path: Path, load_format: str, extra: dict[str, Any], folder
     file = folder / "report.json"
     os.environ["WEIGHTPREP_REPORT"] = str(file)
     try:
-        with _on_a_gfx950():
+        with _without_a_gpu():
             model = on_ranks.load_model_without_amx(state, path, load_format, extra, draft)
     finally:
         del os.environ["WEIGHTPREP_REPORT"]
@@ -70,7 +74,7 @@ def load_with_upstreams_mxfp4(state: Any, path: Path) -> Loaded:
     # its table of e2m1 values is built on device "cuda"
     torch.tensor = lambda *args, **kwargs: real_tensor(*args, **{**kwargs, "device": "cpu"})
     try:
-        with _on_a_gfx950():
+        with _without_a_gpu():
             return _loaded(on_ranks.load_model_without_amx(state, path, "auto", {}, False), {})
     finally:
         torch.tensor = real_tensor
@@ -84,6 +88,9 @@ def _loaded(model: Any, report: dict[str, Any]) -> Loaded:
     for layer, attention in attentions.items():
         found = {role: getattr(attention, role, None) for role in ROLES}
         tensors = {role: tensor for role, tensor in found.items() if isinstance(tensor, torch.Tensor)}
+        if not tensors:
+            # a layer of linear attention
+            continue
         layers[layer] = {role: tensor.clone() for role, tensor in tensors.items()}
         strides[layer] = {role: tensor.stride() for role, tensor in tensors.items()}
     return Loaded(layers, strides, report)

@@ -104,6 +104,38 @@ def write_cpu_glm(out: Path, seed: int = 0) -> Path:
     return out
 
 
+def write_glm5_next(out: Path, seed: int = 0) -> Path:
+    """Glm5NextForConditionalGeneration: three layers of linear attention, one of MLA, and a NextN layer as layer 4."""
+    from transformers.models.glm5_next import configuration_glm5_next, modeling_glm5_next
+
+    text = {key: _COMMON[key] for key in ("n_routed_experts", "num_experts_per_tok", "kv_lora_rank", "index_n_heads")}
+    text |= {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64}
+    text |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 64}
+    text |= {"qk_nope_head_dim": 256, "v_head_dim": 256, "qk_rope_head_dim": 0, "index_head_dim": 64, "index_topk": 64}
+    text |= {"linear_head_dim": 32, "linear_num_heads": 4, "pad_token_id": 0, "index_kpool": 4}
+    vision = {"hidden_size": 64, "depth": 1, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 128}
+    vision |= {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "projection_intermediate_size": 64}
+    torch.manual_seed(seed)
+    config = configuration_glm5_next.Glm5NextConfig(text_config=text, vision_config=vision)
+    modeling_glm5_next.Glm5NextForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(out)
+    tensors = load_file(out / "model.safetensors")
+    last, nextn = "model.language_model.layers.3.", "model.language_model.layers.4."
+    for name in [name for name in tensors if name.startswith(last)]:
+        tensors[name.replace(last, nextn)] = tensors[name] * 2 if "kv_b_proj" in name else tensors[name].clone()
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{nextn}{norm}.weight"] = torch.ones(128, dtype=torch.bfloat16)
+    tensors[f"{nextn}eh_proj.weight"] = (torch.randn(128, 256) * 0.02).bfloat16()
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    path = out / "config.json"
+    document = json.loads(path.read_text())
+    # keys of the published config that transformers does not write
+    document["text_config"] |= {"num_nextn_predict_layers": 1, "mhc": True, "index_kpool_compress": True}
+    document["text_config"] |= {"first_k_dense_replace": 3, "moe_layer_freq": 1, "rope_theta": 10000.0}
+    document["text_config"] |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    path.write_text(json.dumps(document, indent=1))
+    return out
+
+
 def scale_kv_b(source: Path, out: Path, factor: float, only: tuple[int, ...] = ()) -> Path:
     """A copy of a checkpoint whose kv_b_proj (of layers `only`, or of all) is `factor` times as large."""
     out.mkdir(parents=True)

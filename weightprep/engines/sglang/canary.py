@@ -63,6 +63,8 @@ class Sample:
         weight = self.w_kc if role == "w_kc" else self.w_vc
         if weight.dtype is torch.uint8:
             return None, self.w_scale_k if role == "w_kc" else self.w_scale_v
+        if weight.dtype is torch.bfloat16:
+            return None, None
         return (self.w_scale if isinstance(self.w_scale, torch.Tensor) else None), None
 
 

@@ -27,9 +27,9 @@ from weightprep.engines.sglang.runtime_hooks import register_runtime_hooks
 from weightprep.engines.sglang.scale_check import check_scales
 from weightprep.engines.sglang.startup_check import check_startup
 from weightprep.engines.sglang.updates import follow_updates
-from weightprep.engines.sglang.versions import POST_LOAD_WEIGHTS
+from weightprep.engines.sglang.versions import KNOWN, POST_LOAD_WEIGHTS, installed_version
 from weightprep.errors import EngineError
-from weightprep.recipe import find_recipe, load_recipe, resolve
+from weightprep.recipe import find_recipe, load_recipe, refuse_unsound, resolve
 
 __all__ = ["WeightprepLoader"]
 
@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 # Load formats that DefaultModelLoader reads itself, and those that have a loader of their own.
 _OWN = frozenset({"auto", "safetensors", "fastsafetensors", "instanttensor", "mistral"})
 _DELEGATED = frozenset({"dummy", "sharded_state", "runai_streamer"})
+# read files straight into GPU memory, through the GPU's runtime library
+_NEEDS_GPU = frozenset({"fastsafetensors", "instanttensor"})
 
 
 class WeightprepLoader(DefaultModelLoader):  # type: ignore[misc]  # sglang has no types
@@ -72,7 +74,7 @@ class WeightprepLoader(DefaultModelLoader):  # type: ignore[misc]  # sglang has 
             else:
                 inner = get_model_loader(self.load_config, model_config)
                 model = inner.load_model(model_config=model_config, device_config=device_config)
-        check_scales()
+        check_scales(self.options.runtime)
         if preparation.plan.modules:
             register_runtime_hooks(self.options.runtime)
             warn_if_lora_is_ignored(server_arguments())
@@ -107,6 +109,13 @@ def _inner_format(inner: str) -> LoadFormat:
             wanted=f"one of {', '.join(sorted(_OWN | _DELEGATED))}",
             remedy="use one of these, or serve a checkpoint from `weightprep convert` without the flag",
         )
+    if inner in _NEEDS_GPU and not torch.cuda.is_available():
+        raise EngineError(
+            f"inner load format {inner!r}",
+            found="a machine without a GPU",
+            wanted="a GPU, into whose memory this format reads",
+            remedy='use {"inner": "auto"} or {"inner": "runai_streamer"} here',
+        )
     try:
         return LoadFormat(inner)
     except ValueError:
@@ -127,7 +136,9 @@ def _plan(options: Options, model_config: Any) -> Preparation:
         config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config") or {}
     )
     block = ModelConfig(config, (architecture,), quantization, None).weight_block_size
-    return Preparation(plan, options, resolve_target(options.target), block)
+    target = resolve_target(options.target)
+    refuse_unsound(plan, target, str(installed_version() or KNOWN[-1]))
+    return Preparation(plan, options, target, block)
 
 
 def _check(model: Any, *, weights_are_random: bool, is_reload: bool) -> None:
