@@ -237,6 +237,21 @@ def test_local_directories_are_used_as_they_are(server, ask, tmp_path):
     assert server.requests == []
 
 
+def test_what_headers_refuse_is_refused_before_the_download(hub, server, tmp_path):
+    synthesize(server.root, layers=2, shards=2, encoding="fp8_block")
+    environment = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(hub[1].home)}
+    command = [sys.executable, "-m", "weightprep", "convert", "org/name", str(tmp_path / "dst")]
+    for flags, code, said in (
+        ([], 0, "nothing to convert"),
+        (["--requantize", "--precision", "mxfp4"], 2, "--layout sidecar"),
+    ):
+        done = subprocess.run([*command, *flags], capture_output=True, text=True, env=environment, check=False)
+        assert done.returncode == code, done.stderr
+        assert said in done.stdout + done.stderr
+    assert not list(hub[1].home.rglob("*.safetensors"))
+    assert list(tmp_path.glob("dst*")) == []
+
+
 def test_the_commands_take_hub_ids(hub, server, tmp_path):
     synthesize(server.root, layers=2, shards=2)
     environment = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(hub[1].home)}
@@ -251,6 +266,13 @@ def test_the_commands_take_hub_ids(hub, server, tmp_path):
 
     looked = run("inspect", "hf://org/name@main")
     assert (looked["tensors"], looked["shards"]) == (len(Checkpoint.open(server.root).tensors), 2)
+    planned = run("convert", "org/name@main", str(tmp_path / "converted"), "--dry-run")
+    local = run("convert", str(server.root), str(tmp_path / "converted"), "--dry-run")
+    same = planned.keys() - {"source", "needed_bytes", "estimate"}
+    assert {key: planned[key] for key in same} == {key: local[key] for key in same}
+    assert planned["estimate"] is None
+    weights = [asked for _, path, asked in server.requests if path.startswith("/cdn/")]
+    assert weights == ["bytes=0-131071"] * 4
     assert not list(hub[1].home.rglob("*.safetensors"))
     run("convert", "org/name", str(tmp_path / "converted"))
     assert run("verify", "org/name", str(tmp_path / "converted"))["ok"] is True

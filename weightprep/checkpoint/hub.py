@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, hf_hub_download, hf_hub_url, snapshot_download
+from huggingface_hub import HfApi, constants, hf_hub_download, hf_hub_url, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -75,13 +75,15 @@ def open_headers(source: str | Path) -> Checkpoint:
     """Open a checkpoint for looking at: a local directory, or a hub repository of which only headers and configs are
     fetched.
 
-    The tensors of a hub repository cannot be read; `locate` fetches them.
+    The tensors of a hub repository cannot be read; `locate` fetches them. Offline, its cached snapshot is opened.
 
     :raises CheckpointError: as :meth:`Checkpoint.open`, or the repository cannot be reached
     """
     hub = parse_hub_source(source)
     if hub is None:
         return Checkpoint.open(Path(source))
+    if constants.HF_HUB_OFFLINE:
+        return Checkpoint.open(download(hub))
     with _explained(hub):
         info = HfApi().model_info(hub.repo, revision=hub.revision)
         # The commit, so that a push between two requests cannot mix two versions.

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weightprep.cli.output import command, print_json, say
+from weightprep.cli.plan import plan_document, plan_lines, show_plan
 from weightprep.convert.options import ConvertOptions, Executor, Layout, LinkMode, Part
 from weightprep.errors import RecipeError
 
 if TYPE_CHECKING:
+    from weightprep.checkpoint.repository import Checkpoint
     from weightprep.convert.execute import Result
     from weightprep.convert.plan import ConversionPlan
 
@@ -70,12 +73,12 @@ def convert(
 
       weightprep convert GLM-5.2 GLM-5.2 --layout sidecar
     """
-    from weightprep.checkpoint.hub_source import locate
-    from weightprep.convert.execute import execute
+    from weightprep.checkpoint.hub_source import locate, parse_hub_source
+    from weightprep.convert.execute import execute, left_to_write
     from weightprep.convert.planner import make_plan
 
     options = ConvertOptions(
-        source=locate(src),
+        source=src,
         destination=dst,
         recipe=recipe,
         layout=layout,
@@ -92,19 +95,30 @@ def convert(
     )
     if part is not None and finish:
         raise _bad_part(f"{part!r} and --finish")
-    plan = make_plan(options)
+    hub = parse_hub_source(src) is not None
+    plan = make_plan(options, _headers(src) if hub else None)
+    if hub and plan.modules and not dry_run:
+        # Whatever headers allow to refuse was refused before the download.
+        plan = make_plan(dataclasses.replace(options, source=locate(src)))
     if dry_run or not plan.modules:
-        _show_plan(plan, as_json=json, dry_run=dry_run)
+        show_plan(plan, as_json=json)
         return None
     from weightprep.cli.progress import progress
 
     for line in plan_lines(plan):
         say(line)
     began = time.monotonic()
-    with progress(sum(job.nbytes for job in plan.jobs)) as shown:
+    with progress(left_to_write(plan)) as shown:
         result = execute(plan, shown)
     _show_result(plan, result, time.monotonic() - began, as_json=json)
     return None
+
+
+def _headers(src: Path) -> Checkpoint:
+    # The hub's libraries take longer to import than a small conversion to run.
+    from weightprep.checkpoint.hub import open_headers
+
+    return open_headers(src)
 
 
 def parse_precision(text: str | None) -> str | dict[str, str] | None:
@@ -141,104 +155,6 @@ def _bad_part(found: str) -> RecipeError:
         wanted="i/n with i from 1 to n, or --finish alone",
         remedy="give every job of the array its own i, and run --finish once after all of them",
     )
-
-
-def plan_lines(plan: ConversionPlan) -> list[str]:
-    """The plan for people."""
-    options = plan.options
-    lines = [
-        f"recipe {plan.model.recipe.name}, layout {options.layout.value}: {len(plan.modules)} module(s) to convert"
-    ]
-    for job in plan.modules:
-        if job.overrides is not None:
-            lines.append(f"  overrides the checkpoint's exclude entry {job.overrides!r} for {job.source.module}")
-    if plan.unmatched_excludes:
-        more = ", ..." if len(plan.unmatched_excludes) > 3 else ""
-        shown = ", ".join(plan.unmatched_excludes[:3]) + more
-        lines.append(f"  exclude entries that name nothing in this checkpoint, {len(plan.unmatched_excludes)}: {shown}")
-    for module in plan.passed:
-        lines.append(f"  passes {module.source.module}: {module.reason}")
-    for absent in plan.absent:
-        lines.append(f"  not in this checkpoint: {absent.source}")
-    for path in plan.left_behind:
-        lines.append(f"  leaves {path} behind")
-    if options.layout is Layout.INLINE and plan.modules:
-        lines.append(
-            "  inline: the prefill path reads the quantized kv_b_proj too; --layout sidecar keeps the original"
-        )
-    return lines
-
-
-def plan_document(plan: ConversionPlan) -> dict[str, Any]:
-    """The plan for --json."""
-    from weightprep.convert.execute import needed_bytes
-
-    fates: dict[str, int] = {}
-    for fate in plan.fates:
-        fates[fate.fate.value] = fates.get(fate.fate.value, 0) + 1
-    return {
-        "source": str(plan.options.source),
-        "destination": str(plan.options.destination),
-        "recipe": plan.model.recipe.name,
-        "recipe_hash": plan.model.recipe_hash,
-        "layout": plan.options.layout.value,
-        "modules": [
-            {
-                "module": job.source.module,
-                "layer": job.plan.layer,
-                "group": job.plan.group,
-                "from": job.source.encoded.encoding.value,
-                "to": job.target_encoding,
-                "overrides_exclude": job.overrides,
-            }
-            for job in plan.modules
-        ],
-        "passed": [{"module": module.source.module, "reason": module.reason} for module in plan.passed],
-        "absent": [module.source for module in plan.absent],
-        "left_behind": [str(path) for path in plan.left_behind],
-        "unmatched_excludes": list(plan.unmatched_excludes),
-        "tensors": fates,
-        "files": {
-            "rewritten": sum(job.rewritten for job in plan.jobs),
-            "whole": sum(not job.rewritten for job in plan.jobs),
-            "other": len(plan.copies) + len(plan.texts),
-        },
-        "bytes": sum(job.nbytes for job in plan.jobs),
-        "needed_bytes": needed_bytes(plan),
-    }
-
-
-def _nothing_reason(plan: ConversionPlan) -> str:
-    if plan.model.recipe.nothing_to_convert is not None:
-        return plan.model.recipe.nothing_to_convert
-    if plan.passed:
-        return f"{len(plan.passed)} module(s) are {plan.passed[0].reason}"
-    return "the recipe names no module of this checkpoint"
-
-
-def _show_plan(plan: ConversionPlan, *, as_json: bool, dry_run: bool) -> None:
-    document = plan_document(plan)
-    if as_json:
-        state = "planned" if plan.modules else "nothing_to_convert"
-        print_json("convert", {"state": state, "reason": None if plan.modules else _nothing_reason(plan), **document})
-        return
-    if not plan.modules:
-        print(f"nothing to convert: {_nothing_reason(plan)}")
-        say(f"no destination is written; {plan.options.source} can be used as it is")
-        return
-    for line in plan_lines(plan):
-        print(line)
-    files = document["files"]
-    print(
-        f"  {files['rewritten']} file(s) written anew, {files['whole']} linked or copied, {files['other']} small ones"
-    )
-    print(f"  needs {document['needed_bytes'] / 1e9:.2f} GB at the destination")
-    for number, module in enumerate(document["modules"]):
-        if number == 5 and len(document["modules"]) > 6:
-            print(f"  ... and {len(document['modules']) - number} more (--json lists all)")
-            break
-        print(f"  {module['module']}: {module['from']} -> {module['to']}")
-    say("dry run: nothing was written")
 
 
 def _show_result(plan: ConversionPlan, result: Result, seconds: float, *, as_json: bool) -> None:

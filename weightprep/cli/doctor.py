@@ -18,7 +18,12 @@ _MARKS = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> int | None:
-    """Examine this environment; exit code 1 if the sglang flag would not work in it."""
+    """Examine this environment; exit code 1 if the sglang flag would not work in it.
+
+    Example:
+
+      weightprep doctor --json
+    """
     from weightprep.engines.sglang.doctor import examine
 
     findings = examine()

@@ -64,31 +64,37 @@ class _Bars:
 
 
 class _Lines:
-    """A line every few seconds: bytes, rate, time left."""
+    """A line every few seconds: bytes, rate and time left of all, and how far the files in work are."""
 
     def __init__(self, total: int) -> None:
         self._total = total
         self._done = 0
         self._started = self._said = time.monotonic()
         self._lock = threading.Lock()
+        # file -> bytes there and in all
+        self._files: dict[str, list[int]] = {}
 
     def begin(self, file: str, nbytes: int) -> None:
-        pass
+        with self._lock:
+            self._files[file] = [0, nbytes]
 
     def advance(self, file: str, nbytes: int) -> None:
         with self._lock:
             self._done += nbytes
+            self._files[file][0] += nbytes
             now = time.monotonic()
             if now - self._said < _LINE_EVERY_SECONDS:
                 return
             self._said = now
             rate = self._done / (now - self._started)
+            files = ", ".join(f"{name} {done * 100 // max(size, 1)} %" for name, (done, size) in self._files.items())
         left = max(self._total - self._done, 0) / rate
         print(
-            f"{self._done / 1e9:.1f} of {self._total / 1e9:.1f} GB, {rate / 1e6:.0f} MB/s, {left:.0f} s left",
+            f"{self._done / 1e9:.1f} of {self._total / 1e9:.1f} GB, {rate / 1e6:.0f} MB/s, {left:.0f} s left; {files}",
             file=sys.stderr,
             flush=True,
         )
 
     def end(self, file: str) -> None:
-        pass
+        with self._lock:
+            del self._files[file]

@@ -19,7 +19,12 @@ _Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout
 @recipes.command("list")
 @command
 def list_(json: _Json = False) -> int | None:
-    """List the recipes that can be found, shipped ones and those in $WEIGHTPREP_RECIPES."""
+    """List the recipes that can be found, shipped ones and those in $WEIGHTPREP_RECIPES.
+
+    Example:
+
+      weightprep recipes list
+    """
     from weightprep.recipe import list_recipes
 
     found = list_recipes()

@@ -145,7 +145,7 @@ class ConversionPlan:
     :param copies: other files of the repository, relative path -> source file
     :param texts: files that are written last, relative path -> bytes (index, config.json)
     :param fates: one for every source tensor
-    :param stamps: of every source file that is read
+    :param stamps: of every source file that is read; none where only the headers are here
     :param passed: modules that the recipe names and that stay as they are
     :param absent: modules of layers that this checkpoint does not have
     :param left_behind: files of the source that do not come along

@@ -51,21 +51,24 @@ def plan_model(checkpoint: Checkpoint, options: ConvertOptions) -> ModelPlan:
     return resolve(recipe, checkpoint.config.raw, precision=options.precision, nextn=options.nextn)
 
 
-def make_plan(options: ConvertOptions) -> ConversionPlan:
+def make_plan(options: ConvertOptions, headers: Checkpoint | None = None) -> ConversionPlan:
     """Plan the conversion that `options` ask for; reads headers and configs only, and writes nothing.
 
+    :param headers: the source, where it is not at `options.source`; a plan of one whose files are on the hub can be
+        shown, and not executed
     :raises WeightprepError: as :func:`plan_contents`, or the destination cannot be used
     """
     options.check_destination()
-    return plan_contents(options)
+    return plan_contents(options, headers)
 
 
-def plan_contents(options: ConvertOptions) -> ConversionPlan:
+def plan_contents(options: ConvertOptions, headers: Checkpoint | None = None) -> ConversionPlan:
     """The plan without a look at the destination.
 
+    :param headers: as for :func:`make_plan`
     :raises WeightprepError: the source is no sound checkpoint, or it does not fit the recipe or the layout
     """
-    checkpoint = Checkpoint.open(options.source)
+    checkpoint = headers or Checkpoint.open(options.source)
     model = plan_model(checkpoint, options)
     found, absent = find_modules(checkpoint, model)
     passed = [
@@ -87,7 +90,8 @@ def plan_contents(options: ConvertOptions) -> ConversionPlan:
         shards = sidecar_jobs(checkpoint, jobs, in_place=options.in_place)
         texts = {}
     copies, left = _other_files(checkpoint, options, texts)
-    stamped = [*(header.path for header in checkpoint.shards.values()), *copies.values()]
+    here = checkpoint.root.is_dir()
+    stamped = [*(header.path for header in checkpoint.shards.values()), *copies.values()] if here else []
     return ConversionPlan(
         options=options,
         checkpoint=checkpoint,
