@@ -244,6 +244,77 @@ def report_and_log(
         logger.removeHandler(handler)
 
 
+def report_of_zero_dummies(state: Any, path: Path, folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """:func:`report_and_log` of a dummy load whose weights are zeros, as uninitialised memory often is."""
+    import sglang.srt.model_loader.loader as upstream
+
+    def zeros(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        for parameter in model.parameters():
+            parameter.data.zero_()
+
+    kept, upstream.initialize_dummy_weights = upstream.initialize_dummy_weights, zeros
+    try:
+        return report_and_log(state, path, folder, {"inner": "dummy"})
+    finally:
+        upstream.initialize_dummy_weights = kept
+
+
+def update_of_mxfp4(
+    state: Any, path: Path, other: Path
+) -> tuple[dict[int, list[int]], dict[int, list[int]], dict[int, list[torch.Tensor]]]:
+    """Addresses of everything that is absorbed in MXFP4, before and after an update from `other`, and what it holds."""
+    model = _load(state, path, "weightprep", GFX950 | {"precision": "mxfp4"}, draft=False)
+    roles = ("w_kc", "w_vc", "w_scale_k", "w_scale_v")
+
+    def tensors() -> dict[int, list[torch.Tensor]]:
+        return {layer: [getattr(attn, role) for role in roles] for layer, attn in live_sglang.attentions(model).items()}
+
+    def addresses() -> dict[int, list[int]]:
+        return {layer: [tensor.data_ptr() for tensor in held] for layer, held in tensors().items()}
+
+    before = addresses()
+    if other != path:
+        with _updater(model, path) as updater:
+            done, message = updater.update_weights_from_disk(str(other), "weightprep")
+        assert done, message
+    return before, addresses(), {layer: [tensor.clone() for tensor in held] for layer, held in tensors().items()}
+
+
+def load_through(state: Any, path: Path, inner: str, packages: Path) -> dict[int, Absorbed]:
+    """A load with an inner format whose reader is in `packages`, unpacked."""
+    import sys
+
+    sys.path.append(str(packages))
+    try:
+        return load(state, path, extra=GFX950 | {"inner": inner})
+    finally:
+        sys.path.remove(str(packages))
+
+
+def update_under_lora(state: Any, key: tuple[str, str, bool], layer: int) -> tuple[bool, list[torch.Tensor]]:
+    """Wrap kv_b_proj of a layer as sglang wraps it for an adapter, double the weight and prepare again.
+
+    Returns whether sglang's correction still finds the wrapper, and w_scale before and after.
+    """
+    from sglang.srt.lora.deepseek_mla_correction import is_kv_b_lora_active
+    from sglang.srt.lora.layers import ColumnParallelLinearWithLoRA
+
+    model = state.models[key]
+    attention = live_sglang.attentions(model)[layer]
+    linear, before = attention.kv_b_proj, attention.w_scale.clone()
+    wrapper = ColumnParallelLinearWithLoRA.__new__(ColumnParallelLinearWithLoRA)
+    torch.nn.Module.__init__(wrapper)
+    wrapper.base_layer, wrapper.set_lora, wrapper.weight = linear, True, linear.weight
+    attention.kv_b_proj = wrapper
+    try:
+        linear.weight.data.mul_(2)
+        model.post_load_weights()
+        active = attention.kv_b_proj is wrapper and is_kv_b_lora_active(attention)
+        return bool(active), [before, attention.w_scale.clone()]
+    finally:
+        attention.kv_b_proj = linear
+
+
 def zero_kv_b(state: Any, key: tuple[str, str, bool]) -> dict[int, Absorbed]:
     """kv_b_proj of every layer set to zero through load_weights."""
     model = state.models[key]

@@ -8,6 +8,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 CACHE = Path(os.environ.get("WEIGHTPREP_TEST_CACHE", "~/.cache/weightprep-tests")).expanduser()
 
 
@@ -37,3 +39,16 @@ def prepare_import() -> None:
     torch.cuda.get_device_capability = lambda *_, **__: (9, 0)
     register = _LazyConfigMapping.register
     _LazyConfigMapping.register = lambda self, key, value, exist_ok=False: register(self, key, value, exist_ok=True)
+
+
+def wheel(requirement: str) -> Path:
+    """The wheel of a package that must not be installed here, from the cache or the package index."""
+    pattern = requirement.replace("-", "_").replace("==", "-") + "-*.whl"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    found = sorted((CACHE / "wheels").glob(pattern))
+    if not found:
+        subprocess.run([*command, "--dest", str(CACHE / "wheels"), requirement], check=False)
+        found = sorted((CACHE / "wheels").glob(pattern))
+    if not found:
+        pytest.skip(f"no wheel of {requirement}: doctor beside it is not covered")
+    return found[-1]

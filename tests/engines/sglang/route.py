@@ -39,6 +39,8 @@ def main() -> None:
                 "chosen": _loader(args.load_format, args.model_loader_extra_config),
                 "plain": _loader("auto", "{}"),
                 "modelopt": _loader(args.load_format, args.model_loader_extra_config, "modelopt_fp8"),
+                "remote": _refusal([*flags, "--load-format", "weightprep", "--model-path", "s3://bucket/model"]),
+                "ray": _refusal([*flags, "--load-format", "weightprep", "--use-ray"]),
             }
         )
     )
@@ -54,6 +56,18 @@ def _loader(load_format: str, extra: str, quantization: str | None = None) -> st
     load_config = LoadConfig(load_format=load_format, model_loader_extra_config=extra)
     try:
         return type(get_model_loader(load_config, config if quantization else None)).__name__
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _refusal(flags: list[str]) -> str:
+    from sglang.srt.server_args import prepare_server_args
+
+    try:
+        args = prepare_server_args(flags)
+        # newer releases leave this to the launcher
+        getattr(args, "resolve_once", lambda: None)()
+        return f"accepted with load format {args.load_format}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 

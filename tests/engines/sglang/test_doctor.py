@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_versions import CACHE, unpacked
+from releases import unpacked, wheel
 
 from weightprep.engines.sglang.doctor import Finding, examine
 
@@ -27,19 +27,6 @@ def run(python: str = sys.executable, **env: str) -> tuple[int, dict[str, dict[s
     document = json.loads(done.stdout)
     assert document["schema"] == "weightprep.doctor/1"
     return done.returncode, {finding["subject"]: finding for finding in document["findings"]}
-
-
-def wheel(requirement: str) -> Path:
-    """The wheel of a package that must not be installed here, from the cache or the package index."""
-    pattern = requirement.replace("-", "_").replace("==", "-") + "-*.whl"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    found = sorted((CACHE / "wheels").glob(pattern))
-    if not found:
-        subprocess.run([*command, "--dest", str(CACHE / "wheels"), requirement], check=False)
-        found = sorted((CACHE / "wheels").glob(pattern))
-    if not found:
-        pytest.skip(f"no wheel of {requirement}: doctor beside it is not covered")
-    return found[-1]
 
 
 def test_complete_environment() -> None:

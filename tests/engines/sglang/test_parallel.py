@@ -19,7 +19,7 @@ def online(tp1: Ranks, glm: Path) -> dict[int, Absorbed]:
     return tp1.run(on_ranks.load, glm)[0]
 
 
-@pytest.fixture(scope="module", params=[4, 8], ids=["tp4", "tp8"])
+@pytest.fixture(scope="module", params=[2, 4, 8], ids=["tp2", "tp4", "tp8"])
 def many(request: pytest.FixtureRequest, glm: Path) -> Iterator[Ranks]:
     ranks = Ranks(request.param, str(glm))
     yield ranks
@@ -31,8 +31,13 @@ def sidecar(glm: Path, tmp_path_factory: pytest.TempPathFactory, sidecar_of: Cal
     return sidecar_of(glm, tmp_path_factory.mktemp("sidecar") / "model")
 
 
+@pytest.fixture(scope="module")
+def inline(glm: Path, tmp_path_factory: pytest.TempPathFactory, inline_of: Callable[[Path, Path], Path]) -> Path:
+    return inline_of(glm, tmp_path_factory.mktemp("inline") / "model")
+
+
 def test_bytes_do_not_depend_on_the_number_of_ranks(
-    many: Ranks, glm: Path, sidecar: Path, online: dict[int, Absorbed], tmp_path: Path
+    many: Ranks, glm: Path, sidecar: Path, inline: Path, online: dict[int, Absorbed], tmp_path: Path
 ) -> None:
     parts = many.run(on_ranks.load, glm)
     for layer, whole in online.items():
@@ -41,6 +46,9 @@ def test_bytes_do_not_depend_on_the_number_of_ranks(
             assert torch.equal(joined, getattr(whole, name).view(torch.uint8))
         assert {float(part[layer].w_scale) for part in parts} == {float(whole.w_scale)}
     for left, right in zip(parts, many.run(on_ranks.load, sidecar), strict=True):
+        assert_same_bits(left, right)
+    converted = many.run(on_ranks.load_without_amx, inline, "weightprep", on_ranks.GFX950)
+    for left, right in zip(parts, converted, strict=True):
         assert_same_bits(left, right)
 
     other = scale_kv_b(glm, tmp_path / "other", 3.0)

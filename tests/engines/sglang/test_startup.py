@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,8 @@ import on_ranks
 import pytest
 import torch
 from ranks import RankFailed, Ranks
+from releases import wheel
+from safetensors.torch import load_file, save_file
 from test_prepare import assert_same_bits
 from tiny_models import LAYERS
 
@@ -91,6 +96,56 @@ def test_zero_weights_have_scale_one(tp1: Ranks, glm: Path) -> None:
         assert not absorbed.w_kc.float().any()
 
 
+def test_zero_dummies_are_served_with_one_warning(tp1: Ranks, glm: Path, tmp_path: Path) -> None:
+    report, log = tp1.run(on_ranks.report_of_zero_dummies, glm, tmp_path)[0]
+    assert len(report["layers"]) == LAYERS
+    (warning,) = [message for message in log if "all zeros" in message]
+    assert warning == f"weightprep: kv_b_proj of layer 0 and {LAYERS - 1} more is all zeros: scale 1"
+
+
+@pytest.mark.parametrize("precision", ["fp8", "mxfp4", "bf16"])
+def test_quality_is_reported(precision: str, tp1: Ranks, glm: Path, tmp_path: Path) -> None:
+    report, log = tp1.run(on_ranks.report_and_log, glm, tmp_path, {"precision": precision, "canary": "off"})[0]
+    # normal data: relative error 0.0265 in e4m3 and 0.11 to 0.12 in MXFP4; 20 log10 of it, half a dB to either side
+    lowest, highest = {"fp8": (31.0, 32.1), "mxfp4": (17.9, 19.7), "bf16": (None, None)}[precision]
+    for layer in report["layers"]:
+        found = layer["sqnr_db"]
+        assert found is lowest if lowest is None else lowest < found < highest
+    assert any(("exact" if lowest is None else " dB  ") in message for message in log)
+
+
+def test_a_scale_that_is_not_the_weights_is_a_violation(
+    tp2: Ranks, glm: Path, tmp_path: Path, sidecar_of: Callable[[Path, Path], Path]
+) -> None:
+    """dtype, shape, strides and range of everything are right."""
+    model = sidecar_of(glm, tmp_path / "model")
+    for file in (model / "weightprep").glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in tensors:
+            if "layers.1." in name and name.endswith("scale"):
+                tensors[name] = tensors[name] * 1.5
+        save_file(tensors, file)
+    with pytest.raises(RankFailed) as failure:
+        tp2.run(on_ranks.load, model)
+    # noise is half of the signal: 20 log10(2) = 6.02 dB
+    assert "layer 1 (decoder) self_attn.w_kc and w_vc: SQNR is 6.0 dB against kv_b_proj" in str(failure.value)
+    assert "1 contract violation" in str(failure.value)
+
+
+@pytest.mark.parametrize("inner", ["fastsafetensors", "instanttensor"])
+def test_formats_that_read_into_gpu_memory_are_refused_without_one(inner: str, tp1: Ranks, glm: Path) -> None:
+    with pytest.raises(RankFailed, match=f"EngineError: inner load format '{inner}': found a machine without a GPU"):
+        tp1.run(on_ranks.load, glm, extra=on_ranks.GFX950 | {"inner": inner})
+
+
+def test_runai_streamer(tp1: Ranks, glm: Path, tmp_path: Path) -> None:
+    wheels = [str(wheel(requirement)) for requirement in ("runai-model-streamer", "humanize")]
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target"]
+    subprocess.run([*command, str(tmp_path), *wheels], check=True)
+    streamed = tp1.run(on_ranks.load_through, glm, "runai_streamer", tmp_path)[0]
+    assert_same_bits(streamed, tp1.run(on_ranks.load, glm)[0])
+
+
 def test_sharded_state_round_trip(tp2: Ranks, glm: Path, tmp_path: Path) -> None:
     online = tp2.run(on_ranks.load, glm)
     for names in tp2.run(on_ranks.save_sharded, (str(glm), "weightprep", False), tmp_path / "sharded"):
@@ -128,3 +183,10 @@ def test_lora_that_would_be_ignored_is_warned_about(
     assert caplog.messages == []
     lora.warn_if_lora_is_ignored(SimpleNamespace(enable_lora=True, lora_paths=None))
     assert any("NO EFFECT" in message for message in caplog.messages) is not corrected
+
+
+def test_weights_under_a_lora_wrapper_are_prepared_and_the_wrapper_stays(tp1: Ranks, glm: Path) -> None:
+    tp1.run(on_ranks.load, glm)
+    active, (before, after) = tp1.run(on_ranks.update_under_lora, (str(glm), "weightprep", False), 1)[0]
+    assert active
+    assert float(after) == 2 * float(before)

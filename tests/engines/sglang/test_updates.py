@@ -8,6 +8,7 @@ from typing import Any
 
 import on_ranks
 import pytest
+import torch
 from live_sglang import Absorbed
 from ranks import Ranks
 from test_prepare import assert_same_bits
@@ -51,6 +52,17 @@ def test_direct_copies_are_followed(tp1: Ranks, glm: Path, other: Path, wanted: 
     before = tp1.run(on_ranks.load, glm)[0]
     after = tp1.run(on_ranks.update_from_tensors, (str(glm), "weightprep", False), other, (0, 2), "direct")[0]
     assert_followed(after, before, wanted, (0, 2))
+
+
+def test_mxfp4_keeps_the_storage_of_its_scales_too(tp1: Ranks, glm: Path, other: Path) -> None:
+    before, after, held = tp1.run(on_ranks.update_of_mxfp4, glm, other)[0]
+    _, _, fresh = tp1.run(on_ranks.update_of_mxfp4, other, other)[0]
+    assert after == before
+    for layer, tensors in held.items():
+        for mine, wanted in zip(tensors, fresh[layer], strict=True):
+            assert torch.equal(mine, wanted)
+    _, _, unchanged = tp1.run(on_ranks.update_of_mxfp4, glm, glm)[0]
+    assert not torch.equal(held[0][2], unchanged[0][2])
 
 
 def test_from_distributed(tp1: Ranks, glm: Path, other: Path, wanted: dict[int, Absorbed]) -> None:

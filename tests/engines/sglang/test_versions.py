@@ -7,42 +7,25 @@ not loaded there: a full load is tested on the newest release.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import servers
+from releases import CACHE, unpacked
 
 from weightprep.engines.sglang import versions
 from weightprep.errors import EngineError
 
-OLDER = [str(version) for version in versions.KNOWN[:-1]]
-CACHE = Path(os.environ.get("WEIGHTPREP_TEST_CACHE", "~/.cache/weightprep-tests")).expanduser()
-
-
-def unpacked(version: str) -> Path | None:
-    """The unpacked wheel of a release, from the cache or the package index; None without either."""
-    folder = CACHE / f"sglang-{version}"
-    if not folder.is_dir():
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-        wheels = CACHE / "wheels"
-        if subprocess.run([*command, "--dest", str(wheels), f"sglang=={version}"], check=False).returncode:
-            return None
-        (wheel,) = wheels.glob(f"sglang-{version}-*.whl")
-        partial = CACHE / f"sglang-{version}.partial-{os.getpid()}"
-        zipfile.ZipFile(wheel).extractall(partial)
-        partial.rename(folder)
-    return folder
+RELEASES = [str(version) for version in versions.KNOWN]
 
 
 @pytest.fixture(scope="module")
 def routes(glm: Path) -> dict[str, dict[str, Any] | str | None]:
-    """What route.py printed in each older release; its log where it failed; None where there is no wheel."""
+    """What route.py printed in each release; its log where it failed; None where there is no wheel."""
 
     def run(version: str) -> dict[str, Any] | str | None:
         folder = unpacked(version)
@@ -55,10 +38,10 @@ def routes(glm: Path) -> dict[str, dict[str, Any] | str | None]:
         return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else done.stdout + done.stderr
 
     with ThreadPoolExecutor(2) as pool:
-        return dict(zip(OLDER, pool.map(run, OLDER), strict=True))
+        return dict(zip(RELEASES, pool.map(run, RELEASES), strict=True))
 
 
-@pytest.mark.parametrize("version", OLDER)
+@pytest.mark.parametrize("version", RELEASES)
 def test_route_reaches_our_loader(version: str, routes: dict[str, dict[str, Any] | str | None]) -> None:
     route = routes[version]
     if route is None:
@@ -69,6 +52,25 @@ def test_route_reaches_our_loader(version: str, routes: dict[str, dict[str, Any]
     assert (route["asked"], route["draft"]) == ("weightprep", "weightprep")
     assert route["chosen"] == "WeightprepLoader"
     assert route["plain"] == "DefaultModelLoader"
+
+
+@pytest.mark.parametrize("version", RELEASES)
+@pytest.mark.parametrize(
+    ("situation", "refusal"),
+    [
+        ("remote", "EngineError: --model-path s3://bucket/model: found a remote model"),
+        ("ray", "EngineError: --use-ray: found Ray actors, in which sglang loads no plugins"),
+    ],
+    ids=["remote", "ray"],
+)
+def test_what_would_replace_the_loader_is_refused(
+    situation: str, refusal: str, version: str, routes: dict[str, dict[str, Any] | str | None]
+) -> None:
+    route = routes[version]
+    if route is None:
+        pytest.skip(f"no wheel of sglang {version}: what it does with a {situation} model is not covered")
+    assert isinstance(route, dict), route
+    assert route[situation].startswith(refusal)
 
 
 @pytest.mark.parametrize("version", ["0.5.12", "0.5.15"])
@@ -82,7 +84,7 @@ def test_modelopt_branch_of_old_releases_is_refused(
     assert route["modelopt"].startswith("EngineError: --load-format weightprep: found sglang")
 
 
-@pytest.mark.parametrize("version", OLDER)
+@pytest.mark.parametrize("version", RELEASES)
 def test_all_targets_of_known_releases_resolve(version: str) -> None:
     folder = unpacked(version)
     if folder is None:

@@ -14,9 +14,37 @@ from typing import Any
 from weightprep.engines.sglang.versions import GET_MODEL_LOADER, check_support
 from weightprep.errors import EngineError, WeightprepError
 
-__all__ = ["ensure_hook", "guard_loader_choice"]
+__all__ = ["ensure_hook", "guard_loader_choice", "guard_server"]
 
 logger = logging.getLogger(__name__)
+
+
+def guard_server(server: Any) -> None:
+    """Refuse what sglang would load in another way, or in processes that have no plugins.
+
+    :param server: sglang's ServerArgs before it has chosen a load format
+    :raises EngineError: a remote model, or Ray actors
+    """
+    for flag, path in (
+        ("--model-path", getattr(server, "model_path", None)),
+        ("--speculative-draft-model-path", getattr(server, "speculative_draft_model_path", None)),
+    ):
+        if "://" in str(path or ""):
+            raise EngineError(
+                f"{flag} {path}",
+                found="a remote model, for which sglang replaces the load format by one of its own",
+                wanted="a local directory or a hub id with --load-format weightprep",
+                remedy="download the model first; or convert it inline with `weightprep convert`, upload that and "
+                "serve it without the flag",
+            )
+    if getattr(server, "use_ray", False):
+        raise EngineError(
+            "--use-ray",
+            found="Ray actors, in which sglang loads no plugins",
+            wanted="sglang's own scheduler processes with --load-format weightprep",
+            remedy="leave --use-ray out, or serve a checkpoint from `weightprep convert --layout inline` without the "
+            "flag",
+        )
 
 
 def guard_loader_choice(load_config: Any) -> None:

@@ -23,6 +23,7 @@ import torch
 from weightprep.engines.sglang.agreement import agree_on_maxima
 from weightprep.engines.sglang.modules import LiveModule, live_modules
 from weightprep.engines.sglang.options import Options
+from weightprep.engines.sglang.quality_check import measure_noise
 from weightprep.engines.sglang.sidecar import Sidecar, open_sidecar
 from weightprep.engines.sglang.stand_in import stand_ins
 from weightprep.errors import EngineError
@@ -51,6 +52,7 @@ class Preparation:
     :param block: the checkpoint's weight_block_size
     :param sidecar: the sidecar of the load in progress; updates from memory have none
     :param origins: checkpoint module -> where its present weights came from
+    :param noise: checkpoint module -> what its present weights differ from its source by, see quality_check
     """
 
     plan: ModelPlan
@@ -59,6 +61,7 @@ class Preparation:
     block: tuple[int, int] | None
     sidecar: Sidecar | None = None
     origins: dict[str, Origin] = field(default_factory=dict)
+    noise: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @contextmanager
     def reading(self, folder: Path) -> Iterator[None]:
@@ -95,9 +98,12 @@ class Preparation:
     def _prepare(self, touched: list[tuple[LiveModule, Mapping[str, object]]]) -> None:
         modules = [module for module, _ in touched]
         self._refuse_stale_sidecar(modules)
+        rows_per_head = self.plan.dims["nope"] + self.plan.dims["v"]
         for (module, before), (prepared, origin) in zip(touched, self._made(modules), strict=True):
+            name = module.plan.source
+            self.noise[name] = measure_noise(module, module.source(self.block), prepared, rows_per_head)
             _bind(module.owner, _into_storage(prepared, before, module))
-            self.origins[module.plan.source] = origin
+            self.origins[name] = origin
 
     @torch.no_grad()
     def stale(self, model: Any) -> list[str]:

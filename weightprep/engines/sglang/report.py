@@ -27,6 +27,7 @@ class LayerReport:
     :param source: where the weights came from and how they were encoded: "online bf16", "sidecar fp8_tensor", or "as
         sglang built it"
     :param path: the path that upstream's gates choose for the live tensors, joined with "+" where the matmuls differ
+    :param sqnr_db: of the weights against those that they were made from, on some heads; None where there is no noise
     :param fast: whether both matmuls run in the weights' precision
     :param reason: what decided it
     """
@@ -35,6 +36,7 @@ class LayerReport:
     group: str
     precision: str
     source: str
+    sqnr_db: float | None
     path: str
     fast: bool
     reason: str
@@ -58,17 +60,22 @@ def log_report(model: Any, preparation: Preparation, version: str, reports: tupl
 
 
 def _table(preparation: Preparation, reports: tuple[LayerReport, ...]) -> list[str]:
-    rows: dict[tuple[str, ...], list[int]] = {}
+    rows: dict[tuple[str, ...], list[LayerReport]] = {}
     for report in reports:
         speed = "" if report.fast else "slow: "
         key = (report.group, report.precision, report.source, report.path, speed + report.reason)
-        rows.setdefault(key, []).append(report.layer)
+        rows.setdefault(key, []).append(report)
     totals = {group: sum(module.group == group for module in preparation.plan.modules) for group, *_ in rows}
-    lines = [("layers", "", "precision", "source", "path", "reason")]
+    lines = [("layers", "", "precision", "source", "SQNR", "path", "reason")]
     lines += [
-        (group, f"{len(layers)}/{totals[group]}", precision, source, path, reason)
+        (group, f"{len(layers)}/{totals[group]}", precision, source, _worst(layers), path, reason)
         for (group, precision, source, path, reason), layers in rows.items()
     ]
-    widths = [max(len(line[column]) for line in lines) for column in range(5)]
+    widths = [max(len(line[column]) for line in lines) for column in range(6)]
     cells = ([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[-1]] for line in lines)
     return ["  " + "  ".join(row) for row in cells]
+
+
+def _worst(layers: list[LayerReport]) -> str:
+    known = [layer.sqnr_db for layer in layers if layer.sqnr_db is not None]
+    return f"{min(known):.1f} dB" if known else "exact"

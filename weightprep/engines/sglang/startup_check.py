@@ -7,6 +7,7 @@ nothing, so it is said here: one table for the model, all violations together.
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from weightprep.engines.sglang.canary import Sample, run_canary
 from weightprep.engines.sglang.kernels import server_kernels
 from weightprep.engines.sglang.modules import LiveModule, live_modules
 from weightprep.engines.sglang.prepare import Preparation
+from weightprep.engines.sglang.quality_check import sqnr_db
 from weightprep.engines.sglang.report import LayerReport, log_report
 from weightprep.engines.sglang.versions import KNOWN, installed_version
 
@@ -40,6 +42,7 @@ def check_startup(
     violations = [fault for pair in zip(modules, predictions, strict=True) for fault in _violations(*pair, preparation)]
     if not is_reload and all(module.rank == 0 for module in modules):
         log_report(model, preparation, version, reports)
+    _warn_of_zeros(modules)
     if violations and (weights_are_random or preparation.options.on_violation == "warn"):
         _warn(violations)
     else:
@@ -82,11 +85,13 @@ def _attributes(owner: Any) -> dict[str, str]:
 
 def _report(module: LiveModule, prediction: Prediction, preparation: Preparation) -> LayerReport:
     origin = preparation.origins.get(module.plan.source)
+    sqnr = _sqnr(module, preparation)
     return LayerReport(
         layer=module.plan.layer,
         group=module.plan.group,
         precision=module.plan.precision,
         source=f"{origin.route} {origin.encoding}" if origin else "as sglang built it",
+        sqnr_db=round(sqnr, 2) if math.isfinite(sqnr) else None,
         path=prediction.path,
         fast=prediction.fast,
         reason=prediction.reason,
@@ -98,22 +103,41 @@ def _violations(module: LiveModule, prediction: Prediction, preparation: Prepara
     heads = module.local_heads(plan.dims["nope"] + plan.dims["v"])
     found: list[Violation] = []
     for role, spec in plan.contract(module.plan.contract, heads, preparation.target).items():
-        place = Place(
-            layer=module.plan.layer,
-            group=module.plan.group,
-            tensor=f"self_attn.{role}",
-            path=module.plan.contract,
-            target=preparation.target,
-            consequence=f"path '{prediction.path}' is taken: {prediction.reason}",
-            cause=_cause(module, preparation),
-            remedy="run `weightprep doctor` and `weightprep inspect`, or serve with on_violation=warn",
-        )
+        place = _place(role, module, prediction, preparation)
         tensor = getattr(module.owner, role)
         if isinstance(tensor, torch.Tensor):
             found.extend(spec.check(tensor, place))
+            found.extend(_elsewhere(tensor, module, place))
         else:
-            found.append(_absent(place, tensor, str(spec.dtype).removeprefix("torch.")))
+            found.append(_violation(place, f"is {tensor!r}", f"a {str(spec.dtype).removeprefix('torch.')} tensor"))
+    floor, sqnr = module.plan.min_sqnr_db, _sqnr(module, preparation)
+    if floor is not None and sqnr < floor:
+        place = _place("w_kc and w_vc", module, prediction, preparation)
+        found.append(_violation(place, f"SQNR is {sqnr:.1f} dB against kv_b_proj", f"at least {floor:g} dB"))
     return found
+
+
+def _elsewhere(tensor: torch.Tensor, module: LiveModule, place: Place) -> list[Violation]:
+    wanted = module.linear.weight.device
+    return [] if tensor.device == wanted else [_violation(place, f"is on {tensor.device}", str(wanted))]
+
+
+def _sqnr(module: LiveModule, preparation: Preparation) -> float:
+    sums = preparation.noise.get(module.plan.source)
+    return math.inf if sums is None else sqnr_db(sums)
+
+
+def _place(role: str, module: LiveModule, prediction: Prediction, preparation: Preparation) -> Place:
+    return Place(
+        layer=module.plan.layer,
+        group=module.plan.group,
+        tensor=f"self_attn.{role}",
+        path=module.plan.contract,
+        target=preparation.target,
+        consequence=f"path '{prediction.path}' is taken: {prediction.reason}",
+        cause=_cause(module, preparation),
+        remedy="run `weightprep doctor` and `weightprep inspect`, or serve with on_violation=warn",
+    )
 
 
 def _cause(module: LiveModule, preparation: Preparation) -> str:
@@ -122,17 +146,27 @@ def _cause(module: LiveModule, preparation: Preparation) -> str:
     return f"recipe {preparation.plan.recipe.name} made this of {module.plan.source}"
 
 
-def _absent(place: Place, value: object, wanted: str) -> Violation:
+def _violation(place: Place, found: str, wanted: str) -> Violation:
     return Violation(
         layer=f"layer {place.layer} ({place.group})",
         tensor=place.tensor,
-        found=f"is {value!r}",
-        wanted=f"a {wanted} tensor",
+        found=found,
+        wanted=wanted,
         path=f"'{place.path}' on {place.target}",
         consequence=place.consequence,
         cause=place.cause,
         remedy=place.remedy,
     )
+
+
+def _warn_of_zeros(modules: list[LiveModule]) -> None:
+    """A weight of zeros, as dummy loads of some kinds have, gets scale 1; it is not a violation, but never meant."""
+    # no other weight can be expected to have this very scale
+    ones = [m for m in modules if isinstance(m.owner.w_scale, torch.Tensor) and bool((m.owner.w_scale == 1).all())]
+    zeros = [module.plan.layer for module in ones if not bool(module.owner.w_kc.to(torch.float32).any())]
+    if zeros:
+        more = f" and {len(zeros) - 1} more" if len(zeros) > 1 else ""
+        logger.warning("weightprep: kv_b_proj of layer %d%s is all zeros: scale 1", zeros[0], more)
 
 
 def _warn(violations: list[Violation]) -> None:

@@ -39,6 +39,10 @@ KNOWN = tuple(Version(text) for text in ("0.5.12", "0.5.15", "0.5.18", "0.5.20",
 _LOADER = "sglang.srt.model_loader.loader"
 VERIFY_LOAD_FORMAT = "sglang.srt.configs.load_config.LoadConfig._verify_load_format"
 GET_MODEL_LOADER = f"{_LOADER}.get_model_loader"
+# What a ServerArgs runs through before anything is read of the model; the first that a release has. Not a condition:
+# without it only the refusals of guard_server are lost.
+SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
+SERVER_ARGS_GIVEN = ("resolve_once", "__post_init__")
 POST_LOAD_WEIGHTS = (
     "sglang.srt.models.deepseek_common.deepseek_weight_loader.DeepseekV2WeightLoaderMixin.post_load_weights"
 )
