@@ -13,6 +13,7 @@ from weightprep.cli.output import command, print_json, say
 from weightprep.errors import EngineError
 
 if TYPE_CHECKING:
+    from weightprep.convert.compressor_prediction import CompressorForecast
     from weightprep.convert.prediction import LayerForecast
 
 __all__ = ["inspect"]
@@ -50,6 +51,7 @@ def inspect(
     from weightprep.checkpoint.hub import open_headers
     from weightprep.checkpoint.manifest import SIDECAR_MANIFEST
     from weightprep.cli.convert import parse_precision
+    from weightprep.convert.compressor_prediction import forecast_compressors
     from weightprep.convert.options import ConvertOptions
     from weightprep.convert.planner import plan_model
     from weightprep.convert.prediction import forecast
@@ -59,6 +61,7 @@ def inspect(
     options = ConvertOptions(src, src, recipe=recipe, precision=parse_precision(precision))
     model = plan_model(checkpoint, options)
     forecasts = [layer for name in target or ["gfx950"] for layer in forecast(checkpoint, model, name, version)]
+    compressors = [kind for name in target or ["gfx950"] for kind in forecast_compressors(checkpoint, name, version)]
     nbytes = sum(header.file_size for header in checkpoint.shards.values())
     sidecar = SIDECAR_MANIFEST in checkpoint.other_files
     dtypes = Counter(ref.info.dtype for ref in checkpoint.tensors.values())
@@ -79,6 +82,7 @@ def inspect(
                 "sidecar": sidecar,
                 "nothing_to_convert": model.recipe.nothing_to_convert,
                 "layers": [_describe(layer) for layer in forecasts],
+                "compressors": [_describe_compressors(kind) for kind in compressors],
             },
         )
         return None
@@ -87,6 +91,10 @@ def inspect(
     print(f"recipe {model.recipe.name}, {engine}\n")
     if model.recipe.nothing_to_convert is not None:
         print(f"nothing to convert: {model.recipe.nothing_to_convert}")
+    if compressors:
+        print()
+        _print_compressors(compressors)
+    if model.recipe.nothing_to_convert is not None:
         return None
     _print_table(forecasts)
     if sidecar:
@@ -123,15 +131,46 @@ def _engine_version(engine: str) -> str:
     return version
 
 
-def _describe(layer: LayerForecast) -> dict[str, Any]:
-    def path(prediction: Any) -> dict[str, Any]:
-        return {
-            "path": prediction.path,
-            "fast": prediction.fast,
-            "sound": prediction.sound,
-            "reason": prediction.reason,
-        }
+def _describe_path(prediction: Any) -> dict[str, Any]:
+    return {
+        "path": prediction.path,
+        "fast": prediction.fast,
+        "sound": prediction.sound,
+        "reason": prediction.reason,
+    }
 
+
+def _describe_compressors(kind: CompressorForecast) -> dict[str, Any]:
+    return {
+        "kind": kind.kind,
+        "count": kind.count,
+        "target": kind.target,
+        "dtypes": dict(kind.dtypes),
+        "today": _describe_path(kind.today),
+        "prepared": _describe_path(kind.prepared),
+        "hooks": list(kind.hooks),
+    }
+
+
+def _print_compressors(compressors: Sequence[CompressorForecast]) -> None:
+    """A line per kind; what weightprep hooks once per target, and what that saves."""
+    print(f"{'target':8} {'compressors':32} {'wkv, wgate':20} {'today':26} {'prepared':26} why")
+    for kind in compressors:
+        gate = "/".join(sorted({kind.dtypes.get("wkv", "missing"), kind.dtypes.get("wgate", "missing")}))
+        print(
+            f"{kind.target:8} {f'{kind.count} {kind.kind}':32} {gate:20} "
+            f"{_path(kind.today):26} {_path(kind.prepared):26} {kind.prepared.reason}"
+        )
+    for name in dict.fromkeys(kind.target for kind in compressors):
+        mended = [kind for kind in compressors if kind.target == name and kind.prepared.fast and not kind.today.fast]
+        if mended:
+            say(
+                f"{name}: {sum(kind.count for kind in mended)} kernel(s) per step go away with --load-format "
+                f"weightprep, where SGLANG_USE_AITER is on; it hooks {' and '.join(mended[0].hooks)}"
+            )
+
+
+def _describe(layer: LayerForecast) -> dict[str, Any]:
     return {
         "layer": layer.plan.layer,
         "group": layer.plan.group,
@@ -139,8 +178,8 @@ def _describe(layer: LayerForecast) -> dict[str, Any]:
         "target": layer.target,
         "encoding": layer.encoding,
         "loader": layer.why_today,
-        "today": path(layer.today),
-        "prepared": path(layer.prepared),
+        "today": _describe_path(layer.today),
+        "prepared": _describe_path(layer.prepared),
     }
 
 

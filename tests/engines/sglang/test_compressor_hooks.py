@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from weightprep.contracts.compressor_gates import predict_compressor
 from weightprep.engines.sglang.compressor_hooks import COMPRESS_FORWARD, GATE, GATE_GEMM, compressor_targets
 
 HERE = Path(__file__).parent
@@ -47,6 +48,9 @@ def test_what_is_hooked_in_each_release(version: str, tmp_path: Path) -> None:
         pytest.skip(f"pip could not fetch sglang {version}: its compressor was not looked at")
     targets = compressor_targets(root)
     assert (None if targets is None else (targets.producer, targets.consumer)) == RELEASES[version]
+    dtypes = {"wkv": "bfloat16", "wgate": "bfloat16", "ape": "float32"}
+    # what inspect predicts from the version alone is what is found by looking
+    assert predict_compressor("gfx950", version, dtypes)[2] == (RELEASES[version] or ())
     module = (root / "srt/layers/attention/dsv4/compressor.py").read_text()
     if targets is not None and targets.producer == GATE_GEMM:
         # The rebound name reaches every producer of the scores, the early gather of 0.5.18 included.
