@@ -51,6 +51,10 @@ def test_recognised(
         assert found.scale_shape == (scale_shape if len(found.scale_shape or ()) == 2 else scale_shape[:1])
 
 
+def test_packed_fp4_by_compressed_tensors_name() -> None:
+    assert classify(NAME + "_packed", U8, (1792, 256), U8, (1792, 16)) == EncodedShape(Encoding.MXFP4, 1792, 512)
+
+
 def test_the_checkpoints_block_size_decides_where_several_fit() -> None:
     assert classify(NAME, FN, (64, 64), F32, (1, 1), (64, 64)).block == (64, 64)
     assert classify(NAME, FN, (1792, 512), F32, (14, 4), (64, 64)).block == (128, 128), "a hint that does not fit"

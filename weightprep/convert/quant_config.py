@@ -15,7 +15,7 @@ from typing import Any
 
 from weightprep.checkpoint.config import ModelConfig
 from weightprep.checkpoint.exclude import EXCLUDE_KEYS, ExcludeEntry, ExcludeList, draft_names, read_exclude_list
-from weightprep.convert.runtime_names import names_to_exclude, towers, with_bare_names
+from weightprep.convert.runtime_names import names_to_exclude, towers, unwrapped
 from weightprep.errors import CheckpointError
 
 __all__ = ["Modules", "StoredScale", "edit_config", "edit_hf_quant_config", "overridden_entries", "storage_for"]
@@ -64,14 +64,14 @@ class Modules:
         """Every name that a loader may use for a linear that is not one of `quantized`."""
         quantized = set(self.quantized)
         kept = (name for name in self.linears if name not in quantized)
-        names = with_bare_names(names_to_exclude(kept, self.nextn_prefixes), self.wrapper_prefix)
+        names = unwrapped(names_to_exclude(kept, self.nextn_prefixes), self.wrapper_prefix)
         return list(dict.fromkeys([*names, *towers(self.linears, self.wrapper_prefix)]))
 
     @property
     def quantized_names(self) -> list[str]:
         """`quantized`, each also by the names that it has in a draft model and outside a wrapper."""
         names = [name for m in self.quantized for name in (m, *draft_names(m, self.nextn_prefixes))]
-        return with_bare_names(names, self.wrapper_prefix)
+        return unwrapped(names, self.wrapper_prefix)
 
 
 def storage_for(config: ModelConfig) -> StoredScale:

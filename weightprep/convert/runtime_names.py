@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from weightprep.checkpoint.exclude import FUSED, draft_names
 
-__all__ = ["linear_modules", "names_to_exclude", "towers", "with_bare_names"]
+__all__ = ["linear_modules", "names_to_exclude", "towers", "unwrapped"]
 
 _EXPERT = re.compile(r"^(.*\.experts)\.\d+\..+$")
 
@@ -41,10 +41,19 @@ def names_to_exclude(modules: Iterable[str], nextn_prefixes: Iterable[str]) -> l
     return list(names)
 
 
-def with_bare_names(names: Iterable[str], prefix: str) -> list[str]:
-    """`names`, and those under a wrapper's `prefix` also without it."""
-    spelled = ((name, name.removeprefix(prefix)) for name in names)
-    return list(dict.fromkeys(name for pair in spelled for name in pair))
+def unwrapped(names: Iterable[str], prefix: str) -> list[str]:
+    """`names`, and those under a wrapper's `prefix` also as sglang and as transformers call them.
+
+    language_model.model.layers.0 is model.layers.0 in sglang, and model.language_model.layers.0 in transformers.
+    """
+    return list(dict.fromkeys(spelled for name in names for spelled in _spellings(name, prefix)))
+
+
+def _spellings(name: str, prefix: str) -> tuple[str, ...]:
+    if not prefix or not name.startswith(prefix):
+        return (name,)
+    bare = name.removeprefix(prefix)
+    return (name, bare, f"model.{prefix}{bare.removeprefix('model.')}") if bare.startswith("model.") else (name, bare)
 
 
 def towers(names: Iterable[str], prefix: str) -> list[str]:
