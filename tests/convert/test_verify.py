@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -400,7 +401,6 @@ def test_bookkeeping_of_git_is_no_content(spoiled: tuple[Path, Path]) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("tool_version", "9.9"),
         ("quality_loss_allowed", True),
         ("below_floor", [KV_B]),
         ("dropped", ["model.norm.weight"]),
@@ -408,6 +408,9 @@ def test_bookkeeping_of_git_is_no_content(spoiled: tuple[Path, Path]) -> None:
         ("recipe_hash", "0" * 64),
         ("recipe", "deepseek_v3"),
         ("precision", "bf16"),
+        ("precision", None),
+        ("precision", "fp8"),
+        ("precision", {"decoder": "fp8"}),
         ("precision", "int3"),
     ],
 )
@@ -446,6 +449,63 @@ def test_missing_shard_is_named_first_and_its_tensors_are_not(spoiled: tuple[Pat
     assert len(found) == 1
 
 
+def test_another_release_is_no_fault(spoiled: tuple[Path, Path]) -> None:
+    source, result = spoiled
+    for path in (result / "weightprep.json", result / "weightprep/manifest.json"):
+        if path.exists():
+            text = json.loads(path.read_text()) | {"tool_version": "9.9"}
+            path.write_text(json.dumps(text, indent=2, ensure_ascii=False) + "\n")
+    verdict = verify(source, result)
+    assert verdict.findings == ()
+    assert "9.9" in verdict.notes[0]
+
+
+class Watched:
+    """Progress that keeps books."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.sizes: dict[str, int] = {}
+        self.done: dict[str, int] = {}
+        self.open: list[str] = []
+
+    @contextlib.contextmanager
+    def watch(self, total: int) -> Iterator[Watched]:
+        self.total = total
+        yield self
+
+    def begin(self, file: str, nbytes: int) -> None:
+        self.open.append(file)
+        self.sizes[file] = self.sizes.get(file, 0) + nbytes
+
+    def advance(self, file: str, nbytes: int) -> None:
+        assert self.open == [file]
+        self.done[file] = self.done.get(file, 0) + nbytes
+
+    def end(self, file: str) -> None:
+        self.open.remove(file)
+
+
+def test_progress_adds_up(pair: tuple[Path, Path]) -> None:
+    watched = Watched()
+    assert verify(*pair, watch=watched.watch).findings == ()
+    assert watched.open == []
+    assert watched.done == watched.sizes
+    assert sum(watched.done.values()) == watched.total > 0
+
+
+def test_workers_find_the_same_in_the_same_order(spoiled: tuple[Path, Path]) -> None:
+    source, result = spoiled
+    for path in sorted(result.rglob("*.safetensors")):
+        data = bytearray(path.read_bytes())
+        for position in range(len(data) - 1, len(data) // 2, -50_000):
+            data[position] ^= 1
+        path.write_bytes(data)
+    alone = verify(source, result, workers=1)
+    assert len(alone.findings) > 10
+    assert verify(source, result, workers=4) == alone
+
+
 def test_swapped_arguments(pair: tuple[Path, Path]) -> None:
     outcome = CliRunner().invoke(app, ["verify", str(pair[1]), str(pair[0])])
     assert outcome.exit_code == 1
@@ -462,13 +522,17 @@ def test_floor_is_judged_and_a_waiver_is_told(tmp_path: Path) -> None:
     assert runner.invoke(app, ["convert", *arguments]).exit_code == 1
     assert runner.invoke(app, ["convert", *arguments, "--allow-quality-loss"]).exit_code == 0
 
+    # the manifest's word is not enough: whoever can write a result can write that too
     outcome = runner.invoke(app, ["verify", *arguments])
+    assert outcome.exit_code == 1
+    assert "at least 90 dB (or --allow-quality-loss" in outcome.output
+    outcome = runner.invoke(app, ["verify", *arguments, "--allow-quality-loss"])
     assert outcome.exit_code == 0, outcome.output
     assert "2 module(s) below the recipe's floor" in outcome.output
 
     manifest = tmp_path / "dst" / "weightprep.json"
     manifest.write_text(manifest.read_text().replace('"quality_loss_allowed": true', '"quality_loss_allowed": false'))
-    outcome = runner.invoke(app, ["verify", *arguments])
+    outcome = runner.invoke(app, ["verify", *arguments, "--allow-quality-loss"])
     assert outcome.exit_code == 1
     assert "at least 90 dB" in outcome.output
 

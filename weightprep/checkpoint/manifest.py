@@ -73,7 +73,7 @@ class ModuleRecord(_Frozen):
 class Manifest(_Frozen):
     """The whole record, modules in the recipe's order.
 
-    :param precision: as asked for; None was the recipe's default
+    :param precision: by layer group, however it was asked for; None where no module has a choice
     :param quality_loss_allowed: whether floors were waived
     :param below_floor: modules whose SQNR is below the recipe's floor
     :param dropped: source tensors that have no counterpart in the result

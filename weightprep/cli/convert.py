@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from enum import Enum
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weightprep.cli.output import command, print_json, say
+from weightprep.cli.output import DEFAULT_WORKERS, command, print_json, say
 from weightprep.cli.plan import plan_document, plan_lines, show_plan
 from weightprep.convert.options import ConvertOptions, Executor, Layout, LinkMode, Part
 from weightprep.errors import RecipeError
@@ -22,9 +21,6 @@ if TYPE_CHECKING:
     from weightprep.convert.plan import ConversionPlan
 
 __all__ = ["convert", "parse_precision"]
-
-# More shards in flight than this gain nothing on one disk.
-_MAX_DEFAULT_WORKERS = 4
 
 
 class NextN(str, Enum):
@@ -51,7 +47,7 @@ def convert(
     ] = False,
     workers: Annotated[
         int, typer.Option(min=1, help="Shards in flight at once (Ray: per node); default: cores, at most 4.")
-    ] = min(os.cpu_count() or 1, _MAX_DEFAULT_WORKERS),
+    ] = DEFAULT_WORKERS,
     executor: Annotated[
         Executor, typer.Option(help="Threads here, or the running Ray cluster (shared file system).")
     ] = Executor.LOCAL,

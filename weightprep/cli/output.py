@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -17,9 +18,11 @@ import typer
 
 from weightprep.errors import WeightprepError
 
-__all__ = ["INTERRUPTED", "command", "print_json", "say"]
+__all__ = ["DEFAULT_WORKERS", "INTERRUPTED", "command", "print_json", "say"]
 
 INTERRUPTED = 130
+# More shards in flight than this gain nothing on one disk.
+DEFAULT_WORKERS = min(os.cpu_count() or 1, 4)
 P = ParamSpec("P")
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from weightprep.cli.output import command, print_json, say
+from weightprep.cli.output import DEFAULT_WORKERS, command, print_json, say
 
 __all__ = ["verify"]
 
@@ -19,6 +19,12 @@ def verify(
     src: Annotated[Path, typer.Argument(help="The checkpoint that was converted, or org/name[@revision].")],
     dst: Annotated[Path, typer.Argument(help="The result; SRC again for a sidecar that was added to it.")],
     recipe: Annotated[str | None, typer.Option(help="Recipe name or file, where the manifest's is not found.")] = None,
+    allow_quality_loss: Annotated[
+        bool, typer.Option("--allow-quality-loss", help="Accept modules below the floor where the manifest waives it.")
+    ] = False,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Tensors compared at once; default: cores, at most 4.")
+    ] = DEFAULT_WORKERS,
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> int | None:
     """Read source and result again, and compare every tensor, the index, the config and every other file.
@@ -30,9 +36,12 @@ def verify(
       weightprep verify GLM-5.2 GLM-5.2-prepared
     """
     from weightprep.checkpoint.hub_source import locate
+    from weightprep.cli.progress import progress
     from weightprep.convert.verify import verify as judge
 
-    verdict = judge(locate(src), dst, recipe=recipe)
+    verdict = judge(
+        locate(src), dst, recipe=recipe, allow_quality_loss=allow_quality_loss, workers=workers, watch=progress
+    )
     if json:
         print_json(
             "verify",
@@ -42,6 +51,7 @@ def verify(
                 "modules": verdict.modules,
                 "files": verdict.files,
                 "below_floor": list(verdict.waived),
+                "notes": list(verdict.notes),
                 "findings": [
                     {"subject": finding.subject, "found": finding.found, "wanted": finding.wanted}
                     for finding in verdict.findings
@@ -58,6 +68,8 @@ def verify(
                 f"{dst}: sound; {verdict.tensors} tensors compared, {verdict.modules} module(s) converted afresh, "
                 f"{verdict.files} other files"
             )
+    for note in verdict.notes:
+        say(note)
     if verdict.waived:
         say(
             f"{len(verdict.waived)} module(s) below the recipe's floor, {verdict.waived[0]} first: "

@@ -189,7 +189,7 @@ def _write_rest(plan: ConversionPlan, records: tuple[ModuleRecord, ...], below: 
         layout=options.layout.value,
         recipe=plan.model.recipe.name,
         recipe_hash=plan.model.recipe_hash,
-        precision=dict(options.precision) if isinstance(options.precision, Mapping) else options.precision,
+        precision=plan.precision,
         nextn=options.nextn,
         requantize=options.requantize,
         quality_loss_allowed=bool(below),

@@ -23,7 +23,7 @@ from weightprep.convert.placing import place_file, replace_file, sync_file
 from weightprep.convert.plan import ConversionPlan, ModuleJob, ShardJob, SourceStamp
 from weightprep.errors import CheckpointError
 
-__all__ = ["FileRunner", "Progress", "Records", "ResumableError", "check_unchanged"]
+__all__ = ["FileRunner", "Progress", "Records", "ResumableError", "Unwatched", "check_unchanged"]
 
 
 class ResumableError(CheckpointError):
@@ -41,6 +41,16 @@ class Progress(Protocol):
 
     def end(self, file: str) -> None:
         """`file` is finished."""
+
+
+class Unwatched:
+    """Progress that nobody looks at."""
+
+    def begin(self, file: str, nbytes: int) -> None: ...
+
+    def advance(self, file: str, nbytes: int) -> None: ...
+
+    def end(self, file: str) -> None: ...
 
 
 class Records(Protocol):

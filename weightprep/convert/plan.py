@@ -177,6 +177,17 @@ class ConversionPlan:
         return tuple(fate.name for fate in self.fates if fate.fate is Fate.DROPPED)
 
     @cached_property
+    def precision(self) -> str | dict[str, str] | None:
+        """By layer group, however it was asked for; as asked where the modules of one group differ."""
+        chosen: dict[str, set[str | None]] = {}
+        for plan in self.model.modules:
+            chosen.setdefault(plan.group, set()).add(plan.precision)
+        if any(len(names) > 1 or None in names for names in chosen.values()):
+            asked = self.options.precision
+            return dict(asked) if isinstance(asked, Mapping) else asked
+        return {group: name for group, names in chosen.items() for name in names if name is not None}
+
+    @cached_property
     def identity(self) -> str:
         """SHA-256 over all that decides the result's bytes: equal for runs that may share a partial destination."""
         options = self.options

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightprep.convert.files import FileRunner, Progress, ResumableError
+from weightprep.convert.files import FileRunner, Progress, ResumableError, Unwatched
 from weightprep.convert.journal import Entry, Journal, identity_of
 from weightprep.convert.options import ConvertOptions
 from weightprep.convert.partial import clear_unfinished
@@ -183,16 +183,6 @@ class _Unwritten:
     def add(self, entry: Entry) -> None: ...
 
 
-class _Unseen:
-    """In place of the progress on a worker: the driver shows whole files."""
-
-    def begin(self, file: str, nbytes: int) -> None: ...
-
-    def advance(self, file: str, nbytes: int) -> None: ...
-
-    def end(self, file: str) -> None: ...
-
-
 def _write(options: ConvertOptions, identity: str, name: str) -> _Written:
     """On a worker: write the file `name` of the conversion `identity`."""
     if identity_of(options.partial) != identity:
@@ -205,7 +195,7 @@ def _write(options: ConvertOptions, identity: str, name: str) -> _Written:
     plan = _plan(options, identity)
     (job,) = (job for job in plan.jobs if job.name == name)
     # A name of its own for every attempt: a worker that was given up and lives on must not meet its successor's file.
-    runner = FileRunner(plan, _Unwritten(), _Unseen(), attempt=uuid.uuid4().hex)
+    runner = FileRunner(plan, _Unwritten(), Unwatched(), attempt=uuid.uuid4().hex)
     runner.run([job])
     (placed,) = runner.placed
     return _Written(runner.entries[name], placed)

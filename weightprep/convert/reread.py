@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,17 @@ from typing import Any
 from weightprep.checkpoint.json_file import open_regular
 from weightprep.errors import CheckpointError
 
-__all__ = ["Finding", "Stored", "read_json", "read_stored", "same_bytes", "sha256_of", "stored_bytes"]
+__all__ = [
+    "Finding",
+    "Stored",
+    "check_metadata",
+    "read_all",
+    "read_json",
+    "read_stored",
+    "same_bytes",
+    "sha256_of",
+    "stored_bytes",
+]
 
 _CHUNK_BYTES = 4 * 2**20
 _MAX_HEADER_BYTES = 100_000_000
@@ -147,3 +157,28 @@ def sha256_of(tensor: Stored) -> str:
     for piece in stored_bytes(tensor):
         digest.update(piece)
     return digest.hexdigest()
+
+
+def read_all(paths: Iterable[Path]) -> tuple[dict[str, Stored], dict[Path, dict[str, str]], list[Finding]]:
+    """The tensors of several files, the metadata of those that can be read, and what is wrong."""
+    tensors: dict[str, Stored] = {}
+    metadata: dict[Path, dict[str, str]] = {}
+    findings: list[Finding] = []
+    for path in sorted(paths):
+        stored, described, faults = read_stored(path)
+        findings += faults
+        if described is not None:
+            metadata[path] = described
+        for name in sorted(tensors.keys() & stored.keys()):
+            findings.append(Finding(name, f"in {tensors[name].path.name} and in {path.name}", "in one shard"))
+        tensors |= stored
+    return tensors, metadata, findings
+
+
+def check_metadata(
+    wanted: Mapping[Path, Mapping[str, str] | None], found: Mapping[Path, Mapping[str, str]]
+) -> Iterator[Finding]:
+    """Compare the string maps of the headers of those files that could be read."""
+    for path in sorted(wanted.keys() & found.keys()):
+        if found[path] != wanted[path]:
+            yield Finding(f"{path}: __metadata__", str(found[path])[:200], str(wanted[path])[:200])

@@ -7,20 +7,25 @@ finding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from weightprep import __version__
 from weightprep.checkpoint.manifest import MANIFEST_NAME, SIDECAR_MANIFEST, Manifest, ModuleRecord, read_manifest
 from weightprep.checkpoint.repository import INDEX_NAME, Checkpoint
+from weightprep.convert.files import Progress, Unwatched
 from weightprep.convert.fileset import check_copy, check_file_set, check_index
+from weightprep.convert.in_order import in_order
+from weightprep.convert.manifest_check import below_floor, check_manifest
 from weightprep.convert.module import convert_module
 from weightprep.convert.options import SIDECAR_DIR, ConvertOptions, Layout
 from weightprep.convert.plan import ConversionPlan, ModuleJob
 from weightprep.convert.planner import plan_contents
 from weightprep.convert.quality import is_below
-from weightprep.convert.reread import Finding, Stored, read_stored, same_bytes, sha256_of
+from weightprep.convert.reread import Finding, Stored, check_metadata, read_all, same_bytes, sha256_of
 from weightprep.errors import CheckpointError, WeightprepError
 from weightprep.recipe import load_recipe
 
@@ -31,7 +36,8 @@ __all__ = ["Verdict", "verify"]
 class Verdict:
     """What was compared, and what is wrong.
 
-    :param waived: modules below the recipe's floor for which the manifest says that this was allowed
+    :param waived: modules below the recipe's floor for which manifest and caller both say that this is allowed
+    :param notes: what differs and harms nothing
     """
 
     tensors: int
@@ -39,15 +45,24 @@ class Verdict:
     files: int
     findings: tuple[Finding, ...]
     waived: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def verify(
-    source: Path, destination: Path, *, recipe: str | None = None, on_bytes: Callable[[int], None] = lambda _: None
+    source: Path,
+    destination: Path,
+    *,
+    recipe: str | None = None,
+    allow_quality_loss: bool = False,
+    workers: int = 1,
+    watch: Callable[[int], AbstractContextManager[Progress]] = lambda _: nullcontext(Unwatched()),
 ) -> Verdict:
     """Compare `destination` with what a conversion of `source` must have made.
 
     :param recipe: name or file of the recipe, where the manifest's name does not find it
-    :param on_bytes: called with the sizes of compared tensors
+    :param allow_quality_loss: take a manifest's word that a module may be below its floor; anyone can write that word
+    :param workers: tensors that are compared, or modules that are converted afresh, at once
+    :param watch: called with the number of bytes to compare; what it gives is told how far the work is
     :raises CheckpointError: the source is no sound checkpoint, or the destination is no directory
     :raises RecipeError: the recipe cannot be found
     """
@@ -85,9 +100,23 @@ def verify(
     except WeightprepError as error:
         # the source is sound and the recipe is there, so it is the manifest's word that does not fit
         return _nothing_compared(Finding(f"{manifest_path}: {error.subject}", error.found, error.wanted))
-    judge = _Judge(plan, manifest, manifest_path, destination, on_bytes)
-    findings = tuple(judge.findings())
-    return Verdict(judge.tensors, len(plan.modules), judge.files, findings, judge.waived)
+    notes: tuple[str, ...] = ()
+    if manifest.tool_version != __version__:
+        notes = (f"made by weightprep {manifest.tool_version}, judged by {__version__}",)
+    with watch(_bytes_to_compare(plan)) as progress, ThreadPoolExecutor(workers) as pool:
+        judge = _Judge(plan, manifest, manifest_path, destination, allow_quality_loss, pool, progress)
+        try:
+            findings = tuple(judge.findings())
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return Verdict(judge.tensors, len(plan.modules), judge.files, findings, judge.waived, notes)
+
+
+def _bytes_to_compare(plan: ConversionPlan) -> int:
+    made = sum(info.nbytes for job in plan.modules for info in job.outputs.values())
+    consumed = sum(ref.nbytes for job in plan.modules for ref in job.source_refs)
+    kept = sum(ref.nbytes for ref in plan.checkpoint.tensors.values())
+    return kept + made - (consumed if plan.options.layout is Layout.INLINE else 0)
 
 
 def _nothing_compared(finding: Finding) -> Verdict:
@@ -103,7 +132,9 @@ class _Judge:
         manifest: Manifest,
         manifest_path: Path,
         destination: Path,
-        on_bytes: Callable[[int], None],
+        allow_quality_loss: bool,
+        pool: ThreadPoolExecutor,
+        progress: Progress,
     ) -> None:
         self.tensors = 0
         self.files = 0
@@ -112,7 +143,9 @@ class _Judge:
         self._manifest = manifest
         self._manifest_path = manifest_path
         self._root = destination
-        self._on_bytes = on_bytes
+        self._allow_quality_loss = allow_quality_loss
+        self._pool = pool
+        self._progress = progress
         self._records = {record.module: record for record in manifest.modules}
         self._fresh: list[ModuleRecord] = []
         self._absent: set[str] = set()
@@ -121,26 +154,26 @@ class _Judge:
         """Everything that is wrong; a file that is missing comes first, and its tensors are not listed."""
         options, checkpoint = self._plan.options, self._plan.checkpoint
         yield from self._file_set()
-        source, metadata, faults = _read_all([checkpoint.root / shard for shard in checkpoint.shards])
+        source, metadata, faults = read_all([checkpoint.root / shard for shard in checkpoint.shards])
         yield from faults
         yield from self._repository()
         kept, folder = source, self._root / SIDECAR_DIR
         shards = {job.name for job in self._plan.jobs} if options.layout is Layout.INLINE else {*checkpoint.shards}
         wanted = {self._root / shard: metadata.get(checkpoint.root / shard) for shard in sorted(shards)}
         if not options.in_place:
-            kept, written, faults = _read_all(self._root.glob("*.safetensors"))
+            kept, written, faults = read_all(self._root.glob("*.safetensors"))
             yield from faults
             self._absent = {path.name for path in wanted.keys() - written.keys()}
             yield from check_index(self._root, checkpoint.root, kept, self._absent)
-            yield from _metadata(wanted, written)
+            yield from check_metadata(wanted, written)
         made = frozenset(info.name for job in self._plan.modules for info in job.outputs.values())
         if options.layout is Layout.SIDECAR:
             yield from self._untouched(source, kept, frozenset(), frozenset())
-            sidecar, written, faults = _read_all(folder.glob("*.safetensors"))
+            sidecar, written, faults = read_all(folder.glob("*.safetensors"))
             yield from faults
             files = {folder / Path(job.name).name: dict(job.metadata) for job in self._plan.jobs if job.metadata}
             self._absent = {path.name for path in files.keys() - written.keys()}
-            yield from _metadata(files, written)
+            yield from check_metadata(files, written)
             yield from self._converted(source, sidecar)
             for name in sorted(sidecar.keys() - made):
                 yield Finding(
@@ -150,7 +183,11 @@ class _Judge:
             consumed = frozenset(ref.name for job in self._plan.modules for ref in job.source_refs)
             yield from self._untouched(source, kept, consumed, made)
             yield from self._converted(source, kept)
-        yield from self._whole_manifest()
+        manifest = self._manifest
+        copies = {self._root / SIDECAR_MANIFEST}
+        yield from check_manifest(manifest, self._manifest_path, copies, self._plan, self._fresh)
+        if manifest.quality_loss_allowed and self._allow_quality_loss:
+            self.waived = below_floor(self._plan, self._fresh)
 
     def _file_set(self) -> Iterator[Finding]:
         plan = self._plan
@@ -162,36 +199,6 @@ class _Judge:
         if plan.options.layout is Layout.SIDECAR:
             wanted.add(SIDECAR_MANIFEST)
         yield from check_file_set(self._root, wanted)
-
-    def _whole_manifest(self) -> Iterator[Finding]:
-        """Compare with the manifest that a conversion of today writes, once every module has been converted afresh."""
-        floors = {job.source.module: job.plan.min_sqnr_db for job in self._plan.modules}
-        below = tuple(record.module for record in self._fresh if is_below(record.quality, floors[record.module]))
-        found = self._manifest
-        if found.quality_loss_allowed:
-            self.waived = below
-        wanted = found.model_copy(
-            update={
-                "tool_version": __version__,
-                "recipe": self._plan.model.recipe.name,
-                "recipe_hash": self._plan.model.recipe_hash,
-                "quality_loss_allowed": bool(below),
-                "below_floor": below,
-                "dropped": self._plan.dropped,
-            }
-        )
-        for key in Manifest.model_fields:
-            if key != "modules" and getattr(found, key) != getattr(wanted, key):
-                yield Finding(f"{self._manifest_path}: {key}", repr(getattr(found, key)), repr(getattr(wanted, key)))
-        modules, planned = (
-            [record.module for record in found.modules],
-            [job.source.module for job in self._plan.modules],
-        )
-        if modules != planned and sorted(set(modules)) == sorted(planned):
-            yield Finding(f"{self._manifest_path}: modules", "another order, or one twice", "the recipe's order")
-        for path in sorted({self._manifest_path, self._root / SIDECAR_MANIFEST}):
-            if path.is_file() and path.read_bytes() != found.to_json():
-                yield Finding(str(path), "not written as convert writes it", f"the bytes of {MANIFEST_NAME}")
 
     def _repository(self) -> Iterator[Finding]:
         for relative, original in self._plan.copies.items():
@@ -206,19 +213,25 @@ class _Judge:
     def _untouched(
         self, source: Mapping[str, Stored], result: Mapping[str, Stored], consumed: frozenset[str], made: frozenset[str]
     ) -> Iterator[Finding]:
-        for name, original in source.items():
-            if name in consumed:
-                continue
-            self.tensors += 1
-            copy = result.get(name)
+        kept = [tensor for name, tensor in source.items() if name not in consumed]
+        self.tensors += len(kept)
+
+        def compare(original: Stored) -> list[Finding]:
+            name, copy = original.name, result.get(original.name)
             if copy is None:
-                if original.path.name not in self._absent:
-                    yield Finding(name, "no such tensor in the result", f"the tensor of {original.path.name}")
-            elif (copy.dtype, copy.shape) != (original.dtype, original.shape):
-                yield Finding(name, f"{copy.dtype} {copy.shape}", f"{original.dtype} {original.shape}")
-            elif not same_bytes(original, copy):
-                yield Finding(f"{copy.path}: {name}", "other bytes", f"the bytes in {original.path}")
-            self._on_bytes(original.end - original.begin)
+                if original.path.name in self._absent:
+                    return []
+                return [Finding(name, "no such tensor in the result", f"the tensor of {original.path.name}")]
+            if (copy.dtype, copy.shape) != (original.dtype, original.shape):
+                return [Finding(name, f"{copy.dtype} {copy.shape}", f"{original.dtype} {original.shape}")]
+            if not same_bytes(original, copy):
+                return [Finding(f"{copy.path}: {name}", "other bytes", f"the bytes in {original.path}")]
+            return []
+
+        for findings in in_order(
+            self._pool, self._progress, compare, kept, lambda tensor: (tensor.path.name, tensor.end - tensor.begin)
+        ):
+            yield from findings
         for name in sorted(result.keys() - (source.keys() - consumed) - made):
             yield Finding(f"{result[name].path}: {name}", "a tensor that nothing accounts for", "no such tensor")
 
@@ -227,12 +240,22 @@ class _Judge:
         for module in sorted(self._records.keys() - planned):
             yield Finding(module, "a record of a conversion", "none: the recipe does not convert it")
         files = {module.source.module: job.name for job in self._plan.jobs for module in job.modules}
-        for job in self._plan.modules:
+
+        def afresh(job: ModuleJob) -> list[Finding]:
             record = self._records.get(job.source.module)
             if record is None:
-                yield Finding(job.source.module, "no record in the manifest", "one for every converted module")
-            else:
-                yield from self._module(job, record, files[job.source.module], source, result)
+                return [Finding(job.source.module, "no record in the manifest", "one for every converted module")]
+            return list(self._module(job, record, files[job.source.module], source, result))
+
+        jobs = self._plan.modules
+        self.tensors += sum(len(job.outputs) for job in jobs if job.source.module in self._records)
+        sizes = {job.source.module: sum(info.nbytes for info in job.outputs.values()) for job in jobs}
+        for findings in in_order(
+            self._pool, self._progress, afresh, jobs, lambda job: (files[job.source.module], sizes[job.source.module])
+        ):
+            yield from findings
+        order = {job.source.module: number for number, job in enumerate(jobs)}
+        self._fresh.sort(key=lambda record: order[record.module])
 
     def _module(
         self,
@@ -252,13 +275,11 @@ class _Judge:
             return
         self._fresh.append(fresh.record)
         for role, info in job.outputs.items():
-            self.tensors += 1
             stored = result.get(info.name)
             if stored is None:
                 if Path(file).name not in self._absent:
                     yield Finding(info.name, "no such tensor in the result", f"{info.dtype} {info.shape}")
                 continue
-            self._on_bytes(stored.end - stored.begin)
             if (stored.dtype, stored.shape) != (info.dtype, info.shape):
                 yield Finding(info.name, f"{stored.dtype} {stored.shape}", f"{info.dtype} {info.shape}")
             elif sha256_of(stored) != fresh.record.target_sha256[info.name]:
@@ -270,30 +291,9 @@ class _Judge:
                 f"{record.module}: manifest", "figures or hashes that are not its own", "those of a fresh conversion"
             )
         floor, sqnr = job.plan.min_sqnr_db, fresh.record.quality.sqnr_db
-        if is_below(fresh.record.quality, floor) and not self._manifest.quality_loss_allowed:
+        allowed = self._manifest.quality_loss_allowed and self._allow_quality_loss
+        if is_below(fresh.record.quality, floor) and not allowed:
             found = "only noise" if sqnr is None else f"{sqnr:.2f} dB SQNR"
-            yield Finding(record.module, found, f"at least {floor:g} dB")
-
-
-def _read_all(paths: Iterable[Path]) -> tuple[dict[str, Stored], dict[Path, dict[str, str]], list[Finding]]:
-    """The tensors of several files, the metadata of those that can be read, and what is wrong."""
-    tensors: dict[str, Stored] = {}
-    metadata: dict[Path, dict[str, str]] = {}
-    findings: list[Finding] = []
-    for path in sorted(paths):
-        stored, described, faults = read_stored(path)
-        findings += faults
-        if described is not None:
-            metadata[path] = described
-        for name in sorted(tensors.keys() & stored.keys()):
-            findings.append(Finding(name, f"in {tensors[name].path.name} and in {path.name}", "in one shard"))
-        tensors |= stored
-    return tensors, metadata, findings
-
-
-def _metadata(
-    wanted: Mapping[Path, Mapping[str, str] | None], found: Mapping[Path, Mapping[str, str]]
-) -> Iterator[Finding]:
-    for path in sorted(wanted.keys() & found.keys()):
-        if found[path] != wanted[path]:
-            yield Finding(f"{path}: __metadata__", str(found[path])[:200], str(wanted[path])[:200])
+            more = " (or --allow-quality-loss: the manifest says it may be below)"
+            wanted = f"at least {floor:g} dB" + (more if self._manifest.quality_loss_allowed else "")
+            yield Finding(record.module, found, wanted)
