@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from weightprep.cli import app
@@ -108,3 +109,39 @@ def test_inspect_mentions_a_sidecar(source: Path) -> None:
     assert "weightprep/manifest.json" in outcome.output
     assert "`weightprep convert" not in outcome.output
     assert json.loads(runner.invoke(app, ["inspect", str(source), "--json"]).stdout)["sidecar"] is True
+
+
+def test_what_is_made_while_loading_leaves_nothing_to_convert(source: Path, tmp_path: Path) -> None:
+    """One stored weight has one precision; w_kc in bf16 beside w_vc in fp8 is the loader's work."""
+    arguments = ["convert", str(source), str(tmp_path / "dst"), "--precision", "bf16+fp8"]
+    outcome = CliRunner().invoke(app, arguments)
+    assert outcome.exit_code == 0
+    assert "nothing to convert: 3 module(s) are left in bf16: bf16+fp8 is made while loading" in outcome.stdout
+    assert not (tmp_path / "dst").exists()
+
+
+@pytest.mark.parametrize(("target", "path"), [("sm90", "bf16+fp8_absorbed"), ("gfx950", "the result is wrong")])
+def test_inspect_says_where_w_vc_alone_in_fp8_is_read(source: Path, target: str, path: str) -> None:
+    arguments = ["inspect", str(source), "--precision", "bf16+fp8", "--target", target, "--json"]
+    outcome = CliRunner().invoke(app, arguments)
+    assert path in outcome.stdout
+
+
+def test_a_shard_of_scales_alone_has_no_counterpart(tmp_path: Path) -> None:
+    source = synthesize(tmp_path / "src", layers=1, shards=1, encoding="fp8_block")
+    tensors = load_file(source / "model.safetensors")
+    scales = {name: tensor for name, tensor in tensors.items() if "kv_b_proj.weight_scale" in name}
+    names = {"model-00001-of-00002.safetensors": scales, "model-00002-of-00002.safetensors": tensors}
+    for name in scales:
+        del tensors[name]
+    (source / "model.safetensors").unlink()
+    for name, part in names.items():
+        save_file(part, source / name)
+    weight_map = {key: name for name, part in names.items() for key in part}
+    (source / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    arguments = ["convert", str(source), str(tmp_path / "dst"), "--requantize"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert [path.name for path in (tmp_path / "dst").glob("*.safetensors")] == ["model-00002-of-00002.safetensors"]
+    assert CliRunner().invoke(app, ["verify", str(source), str(tmp_path / "dst")]).exit_code == 0
+    # the result is a checkpoint again
+    assert CliRunner().invoke(app, ["inspect", str(tmp_path / "dst")]).exit_code == 0

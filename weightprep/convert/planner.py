@@ -178,6 +178,8 @@ def _made(plan: ModulePlan, source: SourceModule) -> tuple[bool, Encoding]:
 
 def _pass_reason(plan: ModulePlan, source: SourceModule, options: ConvertOptions) -> str | None:
     stored = source.encoded.encoding
+    if not plan.store:
+        return f"left in {stored.value}: {plan.precision} is made while loading"
     _, target = _made(plan, source)
     if stored is not target and not plan.store_for(stored, requantize=options.requantize):
         return f"already {stored.value}; storing it again under one scale costs accuracy for good (--requantize)"
