@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import json
 import statistics
@@ -30,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from weightprep.runtime import cuda_absorb, group_quant
 from weightprep.runtime.absorb import absorb_q, absorb_v
-from weightprep.runtime.choice import OutQuant, Quantized
+from weightprep.runtime.choice import ActQuant, OutQuant, Quantized
 from weightprep.runtime.reference import absorb_reference
 from weightprep.runtime.triton_absorb import launch_absorb
 from weightprep.runtime.triton_quant import launch_flatten_fp8, launch_flatten_mxfp4
@@ -92,7 +93,7 @@ class Case:
 
 def decode_configs(k: int, m: int, quant: int) -> Iterator[DecodeConfig]:
     """Every configuration that fits the shape, static shared memory and the register file."""
-    tile_choices = [t for t in (1, 2, 4, 8, 16) if t == 1 or 8 * t < m]
+    tile_choices = [t for t in (1, 2) if t == 1 or 8 * t < m]
     for columns, warps_k, warps_n in itertools.product((16, 32, 64, 128), (1, 2, 3, 4, 8), (1, 2, 4, 8)):
         threads = 32 * warps_k * warps_n
         if k % (64 * warps_k) or columns % (8 * warps_n) or threads not in range(columns, 1025):
@@ -105,19 +106,24 @@ def decode_configs(k: int, m: int, quant: int) -> Iterator[DecodeConfig]:
             buffers = 1 if row_tiles == 1 else 2
             if buffers * warps_k * 16 * (columns + 4) * 4 <= 46 * 1024:
                 yield DecodeConfig(columns, warps_k, warps_n, row_tiles)
+                if row_tiles == 1:
+                    yield DecodeConfig(columns, warps_k, warps_n, row_tiles, loads_first=True)
 
 
 def wgmma_configs(k: int, n: int, m: int, quant: int) -> Iterator[WgmmaConfig]:
     """Every configuration of the kernel for many rows that fits the shape, shared memory and the register file."""
-    sizes = itertools.product((8, 16, 32, 64, 128), (1, 2, 4), (1, 2, 4, 8), (2, 3, 4, 8), (1, 2, 3))
+    depths = (1, 3) if k == 192 else (1, 2, 4, 8)
+    sizes = itertools.product((8, 16, 32, 64, 128), (1, 2, 4), (1, 2, 4, 8), depths, (1, 2))
     for rows, groups, tiles, depth, blocks in sizes:
         config = WgmmaConfig(rows, groups, tiles, depth, blocks)
-        fragments = 32 if tiles == 1 else k // 4
-        registers = rows // 2 + max(fragments, depth * 8 + 32) + 40
-        fits = config.fits(k, n) and blocks * (config.shared_bytes(k) + 1024) <= 228 * 1024 and depth <= k // 64
-        if not fits or registers > min(255, 65536 // (config.threads * blocks)) or (tiles > 1 and rows * tiles > m):
+        in_flight = 8 + (4 * max(1, rows * 8 // config.threads) if tiles == 1 else 0)
+        registers = rows // 2 + max(32 if tiles == 1 else k // 4 + 8, depth * in_flight) + 32
+        fits = config.fits(k, n) and blocks * (config.shared_bytes(k) + 1024) <= 228 * 1024
+        if not fits or registers > min(255, 65536 // (config.threads * blocks)):
             continue
-        if not (quant == 1 and groups == 1) and rows <= max(8, 2 * m - 1) and rows * 8 >= m:
+        if (tiles > 1 and (rows * tiles > m or depth == 1)) or (quant == 1 and groups == 1):
+            continue
+        if m <= rows * 8 * tiles and rows < max(16, 2 * m):
             yield config
 
 
@@ -166,7 +172,7 @@ def search(case: Case, m: int, quant: int, *, mxfp4: bool, triton_too: bool) -> 
     out, scales = outputs(m, case.heads, case.n, quant)
     runs: list[tuple[str, object, Callable[[int], None]]] = []
     compiled = [*decode_configs(case.k, m, quant)] if m <= 64 else []
-    compiled += wgmma_configs(case.k, case.n, m, quant)
+    compiled += wgmma_configs(case.k, case.n, m, quant) if m > 4 else []
     with ThreadPoolExecutor(16, initializer=lambda: torch.cuda.set_device(0)) as pool:
         list(pool.map(lambda c: cuda_absorb.compile_variant(c, case.k, case.n, mxfp4, FORMS[quant]), compiled))
     for config in compiled:
@@ -266,20 +272,22 @@ def table_entry(row: dict[str, Any]) -> str | None:
 
 def write_table(results: list[dict[str, Any]], path: Path) -> None:
     """tuning_h200.py from the results of a search."""
-    keys: dict[tuple[int, int, int, bool], list[str]] = {}
+    keys: dict[str, list[str]] = {}
     for row in results:
         line = table_entry(row)
         if line is not None:
-            key = (row["k"], row["n"], int(row["cell"][1]), row["cell"].endswith("mx"))
+            form, mxfp4 = FORMS[int(row["cell"][1])], row["cell"].endswith("mx")
+            key = f"({row['k']}, {row['n']}, OutQuant.{form.name}, {mxfp4})"
             keys.setdefault(key, []).append(line)
     body = "\n".join(f"    {key}: (\n" + "\n".join(lines) + "\n    )," for key, lines in keys.items())
     path.write_text(
         '"""Best measured configurations on an NVIDIA H200; written by `scripts/bench_runtime.py --search`."""\n\n'
         "from __future__ import annotations\n\nfrom typing import Final\n\n"
-        "from weightprep.runtime.tuning import BmmConfig, Cell, DecodeConfig, TritonConfig\n\n"
+        "from weightprep.runtime.choice import OutQuant\n"
+        "from weightprep.runtime.tuning import BmmConfig, Cell, DecodeConfig, TritonConfig, WgmmaConfig\n\n"
         '__all__ = ["MEASURED"]\n\n'
         "# (K, N, output quantization, MXFP4 weights) -> cells\n"
-        "MEASURED: Final[dict[tuple[int, int, int, bool], tuple[Cell, ...]]] = {\n" + body + "\n}\n"
+        "MEASURED: Final[dict[tuple[int, int, OutQuant, bool], tuple[Cell, ...]]] = {\n" + body + "\n}\n"
     )
 
 
@@ -312,16 +320,135 @@ def tuned(case: Case, m: int, quant: int, *, mxfp4: bool, is_q: bool) -> list[di
         raise SystemExit(f"wrong result at M = {m}, error {error}: no figure")
     config = choose(case.heads, m, case.k, case.n, form=FORMS[quant], mxfp4=mxfp4)
     rows = [{"backend": "table", "config": repr(config), "error": error, "us": per_layer_us(lambda i: call(i, None))}]
-    if is_q and isinstance(config, BmmConfig):
-        us = per_layer_us(lambda i: call(i, wide[i]))
-        rows.insert(0, {"backend": "table, bf16 copy given", "config": "torch.bmm", "error": error, "us": us})
+    if isinstance(config, BmmConfig):
+        if is_q:
+            us = per_layer_us(lambda i: call(i, wide[i]))
+            rows.insert(0, {"backend": "table, bf16 copy given", "config": "torch.bmm", "error": error, "us": us})
+    elif isinstance(config, DecodeConfig | WgmmaConfig):
+        late, (target, target_scales) = (
+            dataclasses.replace(config, prefetch=False),
+            outputs(m, case.heads, case.n, quant),
+        )
+        us = per_layer_us(lambda i: cuda_absorb.launch_cuda(x, weights[i], scale, mx[i], target, target_scales, late))
+        rows.append({"backend": "table, without early launch", "config": repr(late), "us": us})
     return rows
+
+
+def accuracy(case: Case, m: int, folder: Path | None) -> dict[str, dict[str, float]]:
+    """Relative error in the norm of absorb_v, fp8 groups out, against float64 of the fp8 and of the bf16 weights."""
+    x = case.rows(m)
+    w, wide = case.fp8[0].transpose(1, 2), case.bf16[0].transpose(1, 2)
+    exact = {
+        "fp8 weights": torch.bmm(x.double().transpose(0, 1), w.float().double() * case.scale.double()).transpose(0, 1),
+        "bf16 weights": torch.bmm(x.double().transpose(0, 1), wide.double()).transpose(0, 1),
+    }
+
+    def flattened(product: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return group_quant.quantize_fp8_groups(product.flatten(1, 2))
+
+    bmm = torch.bmm(x.transpose(0, 1), wide).transpose(0, 1)
+    widened = torch.bmm(x.transpose(0, 1), (w.float() * case.scale).bfloat16()).transpose(0, 1)
+    ways: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
+        "bf16 weights, torch.bmm, quantization": flattened(bmm),
+        "fp8 weights widened to a bf16 copy, torch.bmm, quantization": flattened(widened),
+    }
+    for name, act in (("ours, table", ActQuant.AUTO), ("ours, activations quantized", ActQuant.GROUP)):
+        result = absorb_v(x, w, case.scale, out_quant=OutQuant.FP8_GROUP, act_quant=act)
+        assert isinstance(result, Quantized)
+        ways[name] = (result.values, result.scales)
+    if folder is not None:
+        theirs = torch.empty((m, case.heads, case.n), device=DEVICE, dtype=torch.bfloat16)
+        aiter_kernel(folder)(x, w, case.scale, theirs, 16, 64, 4, 3)
+        ways["aiter's kernel, quantization"] = flattened(theirs)
+    return {
+        name: {against: relative_error(*way, wanted) for against, wanted in exact.items()} for name, way in ways.items()
+    }
+
+
+def aiter_kernel(folder: Path) -> Callable[..., None]:
+    """aiter's fp8 batched kernel: (x, w, scale, out, block_m, block_n, warps, stages), batch-major."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "runtime"))
+    from aiter_wheel import import_triton_module
+
+    name = "batched_gemm_a8w8_a_per_token_group_prequant_w_per_batched_tensor_quant"
+    kernel = getattr(import_triton_module(folder, name), f"_{name}_kernel")
+
+    def launch(
+        x: torch.Tensor,
+        w: torch.Tensor,
+        scale: torch.Tensor,
+        out: torch.Tensor,
+        bm: int,
+        bn: int,
+        warps: int,
+        stages: int,
+    ) -> None:
+        (m, heads, k), n = x.shape, w.shape[2]
+        blocks = {"BLOCK_SIZE_M": bm, "BLOCK_SIZE_N": bn, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 1}
+        steps = (x.stride(1), x.stride(0), x.stride(2), *w.stride(), out.stride(1), out.stride(0), out.stride(2))
+        kernel[(heads, triton.cdiv(m, bm) * triton.cdiv(n, bn))](
+            *(x, w, out, scale, None, m, n, k, *steps, 1, False),
+            **blocks,
+            DTYPE_MAX=448.0,
+            DTYPE_MIN=-448.0,
+            cache_modifier=".cg",
+            num_warps=warps,
+            num_stages=stages,
+        )
+
+    return launch
+
+
+def aiter_peer(case: Case, m: int, quant: int, folder: Path) -> dict[str, Any]:
+    """aiter's fp8 kernel with its best configuration, alone and before its own quantization for o_proj."""
+    launch, x = aiter_kernel(folder), case.rows(m)
+    out = torch.empty((m, case.heads, case.n), device=DEVICE, dtype=torch.bfloat16)
+    weights = [t.transpose(1, 2) for t in case.fp8]
+    configs = list(itertools.product((16, 32) if m <= 64 else (32, 64), (64, 128), (4,), (2, 3)))
+
+    def compile_one(config: tuple[int, int, int, int]) -> None:
+        launch(x, weights[0], case.scale, out, *config)
+
+    with ThreadPoolExecutor(8, initializer=lambda: torch.cuda.set_device(0)) as pool:
+        list(pool.map(compile_one, configs))
+    times = {c: per_layer_us(lambda i, c=c: launch(x, weights[i], case.scale, out, *c)) for c in configs}
+    best = min(times, key=times.__getitem__)
+    result = {"aiter_fp8": times[best], "aiter_config": best}
+    if quant == 1:
+        from aiter_wheel import import_triton_module
+
+        flatten = import_triton_module(folder, "fused_fp8_quant").fused_flatten_fp8_group_quant
+
+        def both(i: int) -> None:
+            launch(x, weights[i], case.scale, out, *best)
+            flatten(out, 128, torch.float8_e4m3fn)
+
+        result["aiter_fp8_then_aiter_flatten"] = per_layer_us(both)
+    return result
+
+
+def compile_table(runs: list[tuple[str, str, str, str]]) -> None:
+    """Compile on all cores what the table chooses for `runs`, with and without early launch."""
+    variants = set()
+    for dims, names, all_heads, all_rows in runs:
+        for heads, m, cell in itertools.product(all_heads.split(","), all_rows.split(","), names.split(",")):
+            (k, n), form, mxfp4 = DIMS[dims, cell[0]], FORMS[int(cell[1])], cell.endswith("mx")
+            config = choose(int(heads), int(m), k, n, form=form, mxfp4=mxfp4)
+            config = config.otherwise if isinstance(config, BmmConfig) else config
+            if isinstance(config, DecodeConfig | WgmmaConfig):
+                for early in (True, False):
+                    variants.add((dataclasses.replace(config, prefetch=early), k, n, mxfp4, form))
+    with ThreadPoolExecutor(16, initializer=lambda: torch.cuda.set_device(0)) as pool:
+        list(pool.map(lambda variant: cuda_absorb.compile_variant(*variant), variants))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--search", action="store_true", help="time every configuration and write tuning_h200.py")
+    parser.add_argument(
+        "--aiter", type=Path, metavar="DIR", help="time aiter's kernels too; DIR holds aiter/ of the wheel"
+    )
     parser.add_argument("--triton", action="store_true", help="with --search: time Triton's configurations too")
     parser.add_argument(
         "--run",
@@ -333,7 +460,10 @@ def main() -> None:
     args = parser.parse_args()
     results: list[dict[str, Any]] = []
     record = {"environment": environment(), "layers": LAYERS, "replays": REPLAYS, "results": results}
-    for dims, names, all_heads, all_rows in (run.split(":") for run in args.run):
+    runs = [tuple(run.split(":")) for run in args.run]
+    if not args.search:
+        compile_table(runs)
+    for dims, names, all_heads, all_rows in runs:
         for heads, kind in itertools.product(map(int, all_heads.split(",")), ("v", "q")):
             cells = [c for c in names.split(",") if c[0] == kind]
             if not cells:
@@ -344,14 +474,18 @@ def main() -> None:
                 quant, mxfp4 = int(cell[1]), cell.endswith("mx")
                 row: dict[str, Any] = {"dims": dims, "heads": heads, "k": k, "n": n, "m": m, "cell": cell}
                 row["peers"] = peers(case, m, quant)
+                if args.aiter is not None and not mxfp4 and not args.search:
+                    row["peers"] |= aiter_peer(case, m, quant, args.aiter)
+                if cell == "v1" and not args.search:
+                    row["accuracy"] = accuracy(case, m, args.aiter)
                 if args.search:
                     row["ours"] = search(case, m, quant, mxfp4=mxfp4, triton_too=args.triton)
                 else:
                     row["ours"] = tuned(case, m, quant, mxfp4=mxfp4, is_q=kind == "q")
                 results.append(row)
-                shown = {name: round(us, 2) for name, us in row["peers"].items()}
+                shown = {name: us if isinstance(us, tuple) else round(us, 2) for name, us in row["peers"].items()}
                 print(dims, heads, m, cell, shown, flush=True)
-                for r in [r for r in row["ours"] if "us" in r][:2]:
+                for r in [r for r in row["ours"] if "error" in r][:2]:
                     print("    ", r["backend"], round(r["us"], 2), round(r["error"], 4), r["config"], flush=True)
                 (args.out / "runtime.json").write_text(json.dumps(record, indent=1))
             del case

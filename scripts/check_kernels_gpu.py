@@ -84,15 +84,15 @@ def configs_for(k: int, n: int) -> list[CudaConfig]:
     warps_k = 1 if k % 128 else 2
     return [
         DecodeConfig(32, warps_k, 4),
-        DecodeConfig(64, k // 64 if k < 256 else 4, 2),
-        DecodeConfig(128, warps_k, 8, 2),
+        DecodeConfig(64, k // 64 if k < 256 else 4, 2, loads_first=True),
+        DecodeConfig(128, warps_k, 8, 2, loads_first=True),
         DecodeConfig(64, warps_k, 2, 4, prefetch=False),
-        WgmmaConfig(8, 2, 1, 2),
-        WgmmaConfig(16, 2, 4, 8),
-        WgmmaConfig(32, 2 if n % 256 else 4, 1, 2, prefetch=False),
-        WgmmaConfig(64, 2, 1, 3, 2),
-        WgmmaConfig(64, 2, 3, 8),
-        WgmmaConfig(128, 2, 1, 8),
+        WgmmaConfig(8, 2, 1, 1),
+        WgmmaConfig(32, 2 if n % 256 else 4, 1, k // 64, prefetch=False),
+        WgmmaConfig(64, 2, 1, k // 64),
+        WgmmaConfig(128, 2, 1, 1),
+        WgmmaConfig(16, 2, 4, 2),
+        WgmmaConfig(64, 2, 3, k // 64),
     ]
 
 
@@ -196,6 +196,23 @@ def check_flatten() -> None:
         wanted = oracle(x.float().flatten(1).cpu().numpy())
         assert_same_bytes(values, wanted[0])
         assert_same_bytes(scales, wanted[1])
+
+
+def check_every_amax() -> None:
+    """Every normal bf16 as the largest of its group, whose scale the kernels divide by means of their own."""
+    exact = np.eye(128, dtype=np.float64)[None]
+    w = torch.eye(128, device="cuda").to(torch.float8_e4m3fn)[None].transpose(1, 2)
+    weight = Weight(w, torch.ones(1, device="cuda"), None, exact)
+    largest = torch.arange(0x0080, 0x7F80, dtype=torch.int16).view(torch.bfloat16)
+    x = torch.zeros((len(largest), 1, 128), dtype=torch.bfloat16, device="cuda")
+    x[:, 0, 5] = largest.cuda()
+    # Weights are the identity. A second value, where it is normal too.
+    x[:, 0, 6] = torch.where(x[:, 0, 5] > 1e-37, -0.3 * x[:, 0, 5], 0)
+    wanted_values, wanted_scales = fp8_groups(x.float().flatten(1).cpu().numpy())
+    for config in (DecodeConfig(32, 2, 4), WgmmaConfig(64, 2, 1, 2), WgmmaConfig(64, 2, 4, 2)):
+        values, scales = run_guarded(x, weight, OutQuant.FP8_GROUP, False, cuda_kernel(config))
+        assert_same_bytes(values, wanted_values)
+        assert_same_bytes(scales, wanted_scales)
 
 
 def check_many_rows_and_no_rows() -> None:
@@ -334,6 +351,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.manual_seed(0)
     checks: list[Callable[[], None]] = [
+        check_every_amax,
         check_many_rows_and_no_rows,
         check_offsets_beyond_31_bits,
         check_capture,

@@ -35,7 +35,31 @@ __device__ __forceinline__ float round_bf16(float x) {
   return y;
 }
 
-// Weights are loaded with plain `ld.global`: ptxas moves `.nc` loads behind later barriers, next to their use.
+__device__ __forceinline__ u32 e8m0_pair(u32 byte) {
+  u32 bits = byte == 0 ? 0x0040u : byte == 255 ? 0x7FC0u : byte << 7;
+  return bits | (bits << 16);
+}
+
+// What is read early is loaded with plain `ld.global`: ptxas moves `.nc` loads behind later barriers, next to their use.
+__device__ __forceinline__ float load_float(const float* p) {
+  float f;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(f) : "l"(p) : "memory");
+  return f;
+}
+
+__device__ __forceinline__ uint4 load_units(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ u32 load_byte(const u8* p) {
+  u32 byte;
+  asm volatile("ld.global.u8 %0, [%1];" : "=r"(byte) : "l"(p) : "memory");
+  return byte;
+}
+
 #if WP_WEIGHT == 0
 // 16 consecutive k of one weight column.
 struct Raw { u32 q[4]; };
@@ -52,6 +76,15 @@ __device__ __forceinline__ u32 e4m3_bytes_1_and_3(u32 q) {
   return mul_bf16x2((q & 0x80008000u) | ((q >> 4) & 0x07F007F0u), 0x7B807B80u);
 }
 
+// 16 weights as pairs of bf16. The order of k inside a dot product is free as long as both operands agree: step s of a
+// chunk of 64 k multiplies k = 16 * (lane % 4) + 4 * s + {0, 1, 2, 3}, so that a lane needs no weights of its neighbours.
+__device__ __forceinline__ void widen(const Raw& r, u32, u32 (&b)[8]) {
+#pragma unroll
+  for (int s = 0; s < 4; ++s) {
+    b[2 * s] = e4m3_bytes_1_and_3(__byte_perm(r.q[s], 0, 0x1404));
+    b[2 * s + 1] = e4m3_bytes_1_and_3(__byte_perm(r.q[s], 0, 0x3424));
+  }
+}
 #else
 struct Raw { u32 q[2]; };
 
@@ -68,14 +101,29 @@ __device__ __forceinline__ u32 e2m1_pair(u32 q, u32 selector, u32 scale) {
   return mul_bf16x2(mul_bf16x2(bits, 0x7E807E80u), scale);
 }
 
-__device__ __forceinline__ u32 e8m0_pair(u32 byte) {
-  u32 bits = byte == 0 ? 0x0040u : byte == 255 ? 0x7FC0u : byte << 7;
-  return bits | (bits << 16);
+__device__ __forceinline__ void widen(const Raw& r, u32 scale, u32 (&b)[8]) {
+#pragma unroll
+  for (int s = 0; s < 4; ++s) {
+    u32 q = r.q[s / 2];
+    b[2 * s] = e2m1_pair(q, s % 2 ? 0x2424 : 0x0404, scale);
+    b[2 * s + 1] = e2m1_pair(q, s % 2 ? 0x3434 : 0x1414, scale);
+  }
 }
 #endif
 
 #if WP_OUT == 1
-__device__ __forceinline__ float fp8_scale(float amax) { return __fdiv_rn(fmaxf(amax, 1e-10f), 448.0f); }
+// Correctly rounded quotient and reciprocal, as __fdiv_rn and __frcp_rn give them, without the calls that those make for
+// operands which do not occur here: amax is a bf16 value, so the quotient and all remainders are normal, or infinity.
+__device__ __forceinline__ float fp8_scale(float amax) {
+  const float a = fmaxf(amax, 1e-10f), quotient = a * (1.0f / 448.0f);
+  return a > 3.4e38f ? a : fmaf(fmaf(-448.0f, quotient, a), 1.0f / 448.0f, quotient);
+}
+
+__device__ __forceinline__ float reciprocal(float scale) {
+  float y;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(scale));
+  return scale > 3.4e38f ? 0.0f : fmaf(y, fmaf(-scale, y, 1.0f), y);
+}
 
 __device__ __forceinline__ u32 fp8x4(const float* v, float inverse) {
   u16 low, high;

@@ -1,11 +1,9 @@
 // Absorbed batched matrix product for few rows: weights stream from memory once, straight into registers.
 //
 // Compiled by NVRTC behind absorb_common.cuh, with the macros of that file and WP_COLS (columns of one block), WP_WK,
-// WP_WN (warps along K and along N), WP_LOOP (whether a block computes more than one tile of 16 rows), WP_PREFETCH.
+// WP_WN (warps along K and along N), WP_LOOP (whether a block computes more than one tile of 16 rows), WP_PREFETCH,
+// WP_LOADS_FIRST (issue all loads of a block before waiting for any).
 //
-// A lane holds 16 consecutive k of one weight column. The order of k inside a dot product is free as long as both
-// operands agree, so step s of a chunk of 64 multiplies k = 16 * (lane % 4) + 4 * s + {0, 1, 2, 3}, and widened weights
-// need no exchange between lanes.
 // A quantization group of 128 columns is spread over a cluster of 128 / WP_COLS blocks, so that few heads still fill
 // the GPU; the blocks tell each other their maxima through distributed shared memory.
 
@@ -28,30 +26,17 @@ __device__ __forceinline__ void load_rows(uint4 (&a)[CHUNKS][2][2], const u16* x
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint4* p = (const uint4*)(x + (long long)(row + 8 * half) * x_m + 64 * j);
-      const bool inside = row + 8 * half < rows;
-      a[j][half][0] = inside ? __ldg(p) : make_uint4(0, 0, 0, 0);
-      a[j][half][1] = inside ? __ldg(p + 1) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        a[j][half][i] = make_uint4(0, 0, 0, 0);
+#if WP_LOADS_FIRST
+        if (row + 8 * half < rows) a[j][half][i] = load_units(p + i);
+#else
+        if (row + 8 * half < rows) a[j][half][i] = __ldg(p + i);
+#endif
+      }
     }
 }
-
-#if WP_WEIGHT == 0
-__device__ __forceinline__ void widen(const Raw& r, u32, u32 (&b)[8]) {
-#pragma unroll
-  for (int s = 0; s < 4; ++s) {
-    b[2 * s] = e4m3_bytes_1_and_3(__byte_perm(r.q[s], 0, 0x1404));
-    b[2 * s + 1] = e4m3_bytes_1_and_3(__byte_perm(r.q[s], 0, 0x3424));
-  }
-}
-#else
-__device__ __forceinline__ void widen(const Raw& r, u32 scale, u32 (&b)[8]) {
-#pragma unroll
-  for (int s = 0; s < 4; ++s) {
-    u32 q = r.q[s / 2];
-    b[2 * s] = e2m1_pair(q, s % 2 ? 0x2424 : 0x0404, scale);
-    b[2 * s + 1] = e2m1_pair(q, s % 2 ? 0x3434 : 0x1414, scale);
-  }
-}
-#endif
 
 __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -67,9 +52,9 @@ extern "C" __global__ void
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
 __launch_bounds__(THREADS)
-absorb_decode(const u16* __restrict__ x, const u8* __restrict__ w, const float* __restrict__ w_scale,
-              const u8* __restrict__ mx_scale, void* __restrict__ out, void* __restrict__ scales, int x_m, int x_h,
-              int w_h, int w_n, int s_h, int s_k, int s_n, int o_m, int o_h, int q_m, int q_g, int rows, int tiles) {
+absorb_decode(const u16* __restrict__ x, int x_m, int x_h, const u8* __restrict__ w, const float* __restrict__ w_scale,
+              const u8* __restrict__ mx_scale, void* __restrict__ out, void* __restrict__ scales, int w_h, int w_n,
+              int s_h, int s_k, int s_n, int o_m, int o_h, int q_m, int q_g, int rows, int tiles) {
   __shared__ float partial[BUFFERS][WP_WK][ROWS][PITCH];
   const int head = blockIdx.y, column0 = blockIdx.x * WP_COLS, row0 = blockIdx.z * tiles * ROWS;
   const u8* w_base = w + (long long)head * w_h;
@@ -107,19 +92,19 @@ absorb_decode(const u16* __restrict__ x, const u8* __restrict__ w, const float* 
       raw[j][i] = load_weight(w_base + n * w_n + k);
 #else
       raw[j][i] = load_weight(w_base + n * w_n + k / 2);
-      mx[j][i] = mx_scale[(long long)head * s_h + (long long)(k / 32) * s_k + n * s_n];
+      mx[j][i] = load_byte(mx_scale + (long long)head * s_h + (long long)(k / 32) * s_k + n * s_n);
 #endif
     }
   }
-#if WP_WEIGHT == 0
-  const float weight_scale = *w_scale;
-#else
-  const float weight_scale = 1.0f;
-#endif
+  const float weight_scale = WP_WEIGHT ? 1.0f : load_float(w_scale);
 
   uint4 a[CHUNKS][2][2];
   const u16* x_base = x + (long long)head * x_h + k0;
   load_rows(a, x_base, x_m, row0 + g, rows);
+#if WP_LOADS_FIRST
+  // ptxas cannot place the wait for the first loads before the last ones.
+  __syncthreads();
+#endif
 
   u32 b[CHUNKS][TILES][8];
 #pragma unroll
@@ -243,7 +228,7 @@ absorb_decode(const u16* __restrict__ x, const u8* __restrict__ w, const float* 
 #endif
       const float scale = fp8_scale(group_max);
       const int column = head * WP_N + column0 + 4 * part;
-      *(u32*)((u8*)out + m * o_m + column) = fp8x4(v[p], __fdiv_rn(1.0f, scale));
+      *(u32*)((u8*)out + m * o_m + column) = fp8x4(v[p], reciprocal(scale));
       if (column % 128 == 0) ((float*)scales)[m * q_m + (long long)(column / 128) * q_g] = scale;
 #else
       const int exponent = mxfp4_exponent(amax[p]);

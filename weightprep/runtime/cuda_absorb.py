@@ -1,4 +1,4 @@
-"""NVRTC: compile and launch absorb_decode.cu (few rows) and absorb_wgmma.cu (many rows) on NVIDIA GPUs.
+"""NVRTC: compile and launch absorb_decode.cu (few rows), absorb_tile.cu and absorb_tiles.cu (many) on NVIDIA GPUs.
 
 Triton cannot share a maximum between the blocks of a cluster, and one block for a quantization group of 128 columns
 leaves most of the GPU idle when there are few heads; and it takes widened weights through shared memory, which the
@@ -19,9 +19,10 @@ import torch
 from weightprep.errors import EngineError
 from weightprep.runtime import cuda_launch as launcher
 from weightprep.runtime.choice import OutQuant
+from weightprep.runtime.cuda_tensor_map import TensorMap, activation_map
 from weightprep.runtime.group_quant import FP8_GROUP
 from weightprep.runtime.output import form_of, launch_strides
-from weightprep.runtime.tuning import CudaConfig, DecodeConfig, WgmmaConfig
+from weightprep.runtime.tuning import CudaConfig, WgmmaConfig
 
 __all__ = ["compile_variant", "launch_cuda", "unsupported"]
 
@@ -84,21 +85,22 @@ def compile_variant(config: CudaConfig, k: int, columns: int, mxfp4_weight: bool
             wanted="a call with the same shapes before the capture, which compiles the kernel",
             remedy="run the model once, eagerly, before capturing it",
         )
-    name = "absorb_decode" if isinstance(config, DecodeConfig) else "absorb_wgmma"
+    wgmma = isinstance(config, WgmmaConfig)
+    parts = ["absorb_common.cuh", *(["absorb_wgmma.cuh"] if wgmma else []), f"{config.kernel}.cu"]
     files = resources.files("weightprep.runtime")
-    source = "".join(files.joinpath(f).read_text(encoding="utf-8") for f in ("absorb_common.cuh", f"{name}.cu"))
+    source = "".join(files.joinpath(part).read_text(encoding="utf-8") for part in parts)
     macros = {"K": k, "N": columns, "WEIGHT": int(mxfp4_weight), "OUT": _FORM_MACRO[form], **config.macros()}
     compile_kernel: Callable[..., Any] = torch.cuda._compile_kernel
     try:
         kernel = compile_kernel(
             source,
-            name,
-            compute_capability=None if isinstance(config, DecodeConfig) else "90a",
+            config.kernel,
+            compute_capability="90a" if wgmma else None,
             nvcc_options=[f"-DWP_{macro}={value}" for macro, value in macros.items()],
         )
     except (RuntimeError, OSError) as error:
         raise EngineError(
-            name,
+            config.kernel,
             found=f"NVRTC: {error}",
             wanted="a CUDA installation that NVRTC can use",
             remedy="set CUDA_HOME, or choose backend='triton'",
@@ -124,13 +126,17 @@ def launch_cuda(
     columns = w.shape[2]
     kernel = compile_variant(config, k, columns, mx_scale is not None, form_of(out))
     # torch's launcher has no null pointer; the kernel does not read `x` in the place of an absent tensor.
-    tensors = [x, w, *(x if t is None else t for t in (w_scale, mx_scale)), out, x if scales is None else scales]
-    strides = [x.stride(0), x.stride(1), w.stride(0), w.stride(2), *launch_strides(mx_scale, out, scales)]
+    others = [w, *(x if t is None else t for t in (w_scale, mx_scale)), out, x if scales is None else scales]
+    strides = [w.stride(0), w.stride(2), *launch_strides(mx_scale, out, scales)]
+    tiles = [] if config.kernel == "absorb_tile" else [config.row_tiles]
+    activations: list[torch.Tensor | TensorMap | int] = [x, x.stride(0), x.stride(1)]
+    if isinstance(config, WgmmaConfig) and config.row_tiles > 1:
+        activations = [activation_map(x, config.rows)]
     launcher.launch(
         kernel,
         grid=(columns // config.block_columns, heads, -(-rows // config.block_rows)),
         block=(config.threads, 1, 1),
         shared_bytes=config.shared_bytes(k),
-        args=[*tensors, *strides, rows, config.row_tiles],
+        args=[*activations, *others, *strides, rows, *tiles],
         early=config.prefetch,
     )

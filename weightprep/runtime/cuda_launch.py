@@ -12,6 +12,8 @@ from typing import Any, Final
 
 import torch
 
+from weightprep.runtime.cuda_tensor_map import TensorMap
+
 __all__ = ["allow_shared_bytes", "launch"]
 
 # From cuda.h: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION.
@@ -50,19 +52,17 @@ def launch(
     grid: tuple[int, int, int],
     block: tuple[int, int, int],
     shared_bytes: int,
-    args: Sequence[torch.Tensor | int],
+    args: Sequence[torch.Tensor | TensorMap | int],
     early: bool,
 ) -> None:
     """Launch on the current stream.
 
     :param kernel: what `torch.cuda._compile_kernel` returned
     :param shared_bytes: dynamic shared memory of a block, within what :func:`allow_shared_bytes` was told
-    :param args: tensors become device pointers, integers 32-bit ints
+    :param args: tensors become device pointers, integers 32-bit ints, tensor maps are passed as they are
     :param early: allow the kernel to begin before the one ahead of it in the stream has finished
     """
-    values: list[Any] = [
-        ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else ctypes.c_int(a) for a in args
-    ]
+    values = [_as_c(a) for a in args]
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
     attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, b"", 1, b"")
     stream = torch.cuda.current_stream().cuda_stream
@@ -73,6 +73,12 @@ def launch(
 def allow_shared_bytes(kernel: Any, size: int) -> None:
     """Let blocks of `kernel` have `size` bytes of dynamic shared memory; beyond 48 KiB the driver asks for this."""
     _check(_driver().cuFuncSetAttribute(kernel.func, ctypes.c_int(_MAX_DYNAMIC_SHARED_BYTES), ctypes.c_int(size)))
+
+
+def _as_c(argument: torch.Tensor | TensorMap | int) -> Any:
+    if isinstance(argument, TensorMap):
+        return argument
+    return ctypes.c_void_p(argument.data_ptr()) if isinstance(argument, torch.Tensor) else ctypes.c_int(argument)
 
 
 def _driver() -> Any:

@@ -22,7 +22,8 @@ _SHARED_BYTES: Final = 227 * 1024
 class DecodeConfig:
     """absorb_decode.cu: columns of one block, warps along K and N, tiles of 16 rows that one block computes in turn.
 
-    `prefetch` lets the kernel begin, and weights travel to L2, while the kernel before it drains.
+    `prefetch` lets the kernel begin, and weights travel to L2, while the kernel before it drains. `loads_first` issues
+    every load of a block before waiting for any.
     """
 
     columns: int
@@ -30,6 +31,11 @@ class DecodeConfig:
     warps_n: int
     row_tiles: int = 1
     prefetch: bool = True
+    loads_first: bool = False
+
+    @property
+    def kernel(self) -> str:
+        return "absorb_decode"
 
     @property
     def threads(self) -> int:
@@ -59,15 +65,16 @@ class DecodeConfig:
             "WN": self.warps_n,
             "LOOP": int(self.row_tiles > 1),
             "PREFETCH": int(self.prefetch),
+            "LOADS_FIRST": int(self.loads_first),
         }
 
 
 @dataclass(frozen=True, slots=True)
 class WgmmaConfig:
-    """absorb_wgmma.cu: rows of a tile, warpgroups of 64 columns, tiles that one block computes in turn.
+    """absorb_tile.cu, or absorb_tiles.cu where a block computes more than one tile.
 
-    `depth` chunks of 64 k of the weights are in flight, `min_blocks` blocks fit a multiprocessor. `prefetch` as in
-    :class:`DecodeConfig`.
+    Rows of a tile, warpgroups of 64 columns, tiles that one block computes in turn, chunks of 64 k in flight (of the
+    weights, in absorb_tiles), blocks that must fit a multiprocessor; `prefetch` as in :class:`DecodeConfig`.
     """
 
     rows: int
@@ -76,6 +83,10 @@ class WgmmaConfig:
     depth: int
     min_blocks: int = 1
     prefetch: bool = True
+
+    @property
+    def kernel(self) -> str:
+        return "absorb_tile" if self.row_tiles == 1 else "absorb_tiles"
 
     @property
     def threads(self) -> int:
@@ -91,20 +102,26 @@ class WgmmaConfig:
 
     def fits(self, k: int, columns: int) -> bool:
         """Whether the blocks divide the shape and fit shared memory."""
-        divides = k % 64 == 0 and k <= 512 and columns % self.block_columns == 0
-        return divides and self.shared_bytes(k) <= _SHARED_BYTES
+        divides = k % 64 == 0 and k <= 512 and columns % self.block_columns == 0 and self.depth <= k // 64
+        steps = self.row_tiles > 1 or (k // 64) % self.depth == 0
+        return divides and steps and self.shared_bytes(k) <= _SHARED_BYTES
 
     def shared_bytes(self, k: int) -> int:
-        """Dynamic shared memory of a block: one or two tiles of activations, the result, 1 KiB for each warp."""
-        buffers = 1 if self.row_tiles == 1 else 2
-        return self.rows * (2 * k * buffers + 2 * self.block_columns + 16) + 32 * self.threads
+        """Dynamic shared memory of a block.
+
+        One tile of activations, and later the result in its place; or two tiles, the result, 1 KiB for each warp and 16
+        barriers of 8 bytes.
+        """
+        activations, result = 2 * k * self.rows, self.rows * (2 * self.block_columns + 16)
+        if self.row_tiles == 1:
+            return max(activations, result)
+        return 2 * activations + result + 32 * self.threads + 128
 
     def macros(self) -> dict[str, int]:
         """The macros of the source, without their common prefix."""
         return {
             "ROWS": self.rows,
             "GROUPS": self.groups,
-            "LOOP": int(self.row_tiles > 1),
             "DEPTH": self.depth,
             "MIN_BLOCKS": self.min_blocks,
             "PREFETCH": int(self.prefetch),
@@ -162,7 +179,7 @@ def choose(
         return nearest.config
     if rows <= 64 and k % 64 == 0 and columns % 128 == 0:
         return DecodeConfig(columns=32, warps_k=2 if k % 128 == 0 else 1, warps_n=4)
-    many = WgmmaConfig(rows=64, groups=2, row_tiles=4, depth=8)
+    many = WgmmaConfig(rows=64, groups=2, row_tiles=4, depth=min(k // 64, 8))
     return many if many.fits(k, columns) else portable(rows, k, form=form)
 
 
