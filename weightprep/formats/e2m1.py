@@ -6,7 +6,10 @@ holding the even column.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Literal
+
+import numpy as np
 
 from weightprep.deferred import torch
 from weightprep.formats.table import look_up
@@ -36,6 +39,22 @@ def encode_e2m1(values: torch.Tensor, ties: Ties = "even") -> torch.Tensor:
     :param values: float32, finite, any shape
     :param ties: to the even code (OCP MX, Quark), or away from zero (aiter's kernels)
     """
+    if values.device.type != "cpu":
+        return _round(values, ties)
+    # No tie and no code has more than two mantissa bits: 16 bits of a float32, the last one set where any bit behind
+    # it is, tell on which side of all of them it lies.
+    halves = values.contiguous().reshape(-1).numpy().view(np.uint16)
+    odd = halves[1::2] | (halves[::2] != 0)
+    return look_up(_table(ties), torch.from_numpy(odd.view(np.int16))).view(values.shape)
+
+
+@cache
+def _table(ties: Ties) -> torch.Tensor:
+    """The code of every float32 whose last 16 bits are 0, by its first 16."""
+    return _round((torch.arange(1 << 16, dtype=torch.int32) << 16).view(torch.float32), ties)
+
+
+def _round(values: torch.Tensor, ties: Ties) -> torch.Tensor:
     rounded = torch.round if ties == "even" else _round_away
     magnitude = values.abs()
     # Codes are 2x up to 2, x + 2 up to 4 and x/2 + 4 above: the least of the three everywhere. Rounding before the
@@ -53,4 +72,5 @@ def _round_away(magnitude: torch.Tensor) -> torch.Tensor:
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     """Two codes a byte along the last dimension [..., 2n] -> [..., n], the even column in the lower nibble."""
-    return codes[..., ::2] | (codes[..., 1::2] << 4)
+    pairs = codes.contiguous().view(torch.int16)
+    return ((pairs >> 4) | pairs).to(torch.uint8)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from weightprep.deferred import torch
 from weightprep.errors import CheckpointError
+from weightprep.formats.e4m3_table import AMAX_FLOOR, E4M3FN_MAX, decode_table
 from weightprep.formats.table import CHUNK, look_up
 
 __all__ = [
-    "AMAX_FLOOR",
     "E4M3FN_MAX",
     "FNUZ_TARGETS",
     "decode_e4m3fn",
@@ -23,11 +23,8 @@ __all__ = [
     "quantize_e4m3fn",
 ]
 
-E4M3FN_MAX = 448.0
 # GPUs whose matrix units read e4m3fnuz
 FNUZ_TARGETS = frozenset({"gfx942"})
-# below this amax the scale would leave the normal float32 range; sglang's input_to_float8 has the same floor
-AMAX_FLOOR = 1e-12
 _TABLE_CODES = 1 << 16
 
 
@@ -78,12 +75,10 @@ def _round(weight: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
 
 
 def decode_e4m3fn(weight: torch.Tensor) -> torch.Tensor:
-    """The values of a float8_e4m3fn tensor without NaN codes as float32: what `.to(float32)` gives, faster on a CPU.
-
-    Sign, exponent and mantissa are moved to where float16 has them, subnormals included; the biases differ by 8.
-    """
-    bits = (weight.view(torch.int8).to(torch.int16) << 7) & -0x4001
-    return bits.view(torch.float16).to(torch.float32).mul_(256.0)
+    """The values of a float8_e4m3fn tensor without NaN codes as float32: what `.to(float32)` gives, faster on a CPU."""
+    if weight.device.type != "cpu":
+        return weight.to(torch.float32)
+    return look_up(torch.from_numpy(decode_table()), weight.view(torch.uint8))
 
 
 def has_nan(weight: torch.Tensor) -> bool:

@@ -9,10 +9,20 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from weightprep.formats.e4m3 import AMAX_FLOOR, E4M3FN_MAX
+__all__ = [
+    "AMAX_FLOOR",
+    "E4M3FN_MAX",
+    "bf16_values",
+    "count_codes",
+    "decode_table",
+    "encode_table",
+    "look_up_codes",
+    "multiplier",
+]
 
-__all__ = ["bf16_values", "count_codes", "decode_table", "encode_table", "look_up_codes", "multiplier"]
-
+E4M3FN_MAX = 448.0
+# Below this amax the scale would leave the normal float32 range; sglang's input_to_float8 has the same floor.
+AMAX_FLOOR = 1e-12
 _CODES = 1 << 16
 # Elements that are worked on at a time: their 64-bit indices stay in a core's cache.
 _CHUNK = 1 << 18

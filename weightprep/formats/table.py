@@ -1,10 +1,12 @@
 """Decoding and rounding by table, where a code has so few bits that every value can be worked out beforehand.
 
 torch works through small dtypes one element at a time on a CPU; an index into a table gives the same bits in a fraction
-of the time.
+of the time, and numpy's is twice as fast as torch's.
 """
 
 from __future__ import annotations
+
+import numpy as np
 
 from weightprep.deferred import torch
 
@@ -22,12 +24,11 @@ def look_up(table: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     """
     flat = codes.reshape(-1)
     out = torch.empty((flat.numel(), *table.shape[1:]), dtype=table.dtype)
-    index = torch.empty(min(CHUNK, flat.numel()), dtype=torch.int32)
+    index, entries, found = flat.numpy(), table.numpy(), out.numpy()
+    if codes.dtype is torch.int16:
+        index = index.view(np.uint16)
     for start in range(0, flat.numel(), CHUNK):
-        part = flat[start : start + CHUNK]
-        used = index[: part.numel()]
-        used.copy_(part)
-        if codes.dtype is torch.int16:
-            used.bitwise_and_(0xFFFF)
-        torch.index_select(table, 0, used, out=out[start : start + CHUNK])
+        part = slice(start, start + CHUNK)
+        # no index is out of range; without a mode numpy would check, into a copy of the output
+        np.take(entries, index[part], axis=0, out=found[part], mode="clip")
     return out.view(*codes.shape, *table.shape[1:])

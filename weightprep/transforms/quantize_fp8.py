@@ -17,7 +17,7 @@ from weightprep.transforms.bundle import FLOATS, FP8, Bundle, Form, StepContext
 from weightprep.transforms.dequantize import dequantize, source_scale
 from weightprep.transforms.step import transform
 
-__all__ = ["not_finite", "quantize_fp8"]
+__all__ = ["largest_magnitude", "not_finite", "quantize_fp8"]
 
 Granularity = Literal["tensor", "channel", "block"]
 _RESULT = {"tensor": Encoding.FP8_TENSOR, "channel": Encoding.FP8_CHANNEL, "block": Encoding.FP8_BLOCK}
@@ -51,12 +51,12 @@ def _measure(bundle: Bundle, context: StepContext, *, format: str, granularity: 
         return None
     nothing = bundle["weight"].new_zeros((), dtype=torch.float32)
     if bundle.encoded.encoding in FLOATS:
-        return torch.stack([_amax(bundle["weight"]), nothing, nothing])
+        return torch.stack([largest_magnitude(bundle["weight"]), nothing, nothing])
     try:
         smallest, largest = (
             torch.aminmax(source_scale(bundle, context.name)) if "scale" in bundle else (nothing, nothing)
         )
-        return torch.stack([_amax(dequantize(bundle, context)["weight"]), largest, -smallest])
+        return torch.stack([largest_magnitude(dequantize(bundle, context)["weight"]), largest, -smallest])
     except CheckpointError:
         # Raising here would leave the other ranks waiting in the reduction; run_steps raises on every rank.
         return torch.stack([nothing + float("inf")] * 3)
@@ -80,7 +80,7 @@ def quantize_fp8(
     """
     weight, encoded = bundle["weight"], bundle.encoded
     if granularity == "tensor":
-        amax = context.amax[0] if context.amax is not None else _amax(weight)
+        amax = context.amax[0] if context.amax is not None else largest_magnitude(weight)
     elif granularity == "channel":
         amax = weight.abs().amax(dim=1, keepdim=True).to(torch.float32)
     else:
@@ -105,7 +105,8 @@ def not_finite(name: str) -> CheckpointError:
     )
 
 
-def _amax(weight: torch.Tensor) -> torch.Tensor:
+def largest_magnitude(weight: torch.Tensor) -> torch.Tensor:
+    """The amax of a weight, 0-dim float32; infinity where it holds a NaN."""
     smallest, largest = torch.aminmax(weight)
     amax = torch.maximum(smallest.abs(), largest.abs()).to(torch.float32)
     # a reduction by MAX may drop a NaN but keeps an infinity
