@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from pathlib import Path
 
@@ -16,12 +15,11 @@ import interpreter
 
 def main(folder: str, values: str, results: str) -> None:
     interpreter.install_exact_casts()
-    aiter_wheel.import_fused_fp8_quant(Path(folder))
+    quant = aiter_wheel.import_triton_module(Path(folder), "quant")
     import triton.language as tl
 
     # in the interpreter the method lacks what the function has
     tl.core.tensor.floor = lambda self, _semantic=None: tl.floor(self)
-    quant = importlib.import_module("aiter.ops.triton.quant")
     packed, scale = quant.dynamic_mxfp4_quant(torch.load(values, weights_only=True))
     torch.save((packed.view(torch.uint8), scale.view(torch.uint8)), results)
 
