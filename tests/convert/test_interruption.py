@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from weightprep.cli import app
@@ -205,26 +209,40 @@ def failing(
 WRITES = ["pwrite", "write", "copy_file_range", "sendfile", "fsync", "link", "rename", "replace"]
 
 
-def test_no_space_at_any_write_is_resumable(
-    source: Path, tmp_path: Path, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    destination = tmp_path / "dst"
+def remedy_of(source: Path, destination: Path) -> str | None:
+    """Convert, and return what an error says to do."""
+    try:
+        convert(source, destination, workers=1)
+    except WeightprepError as error:
+        return error.remedy
+    return None
+
+
+def test_no_space_from_any_write_on_is_resumable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each write of a conversion in turn is the first that finds the disk full; then there is room again."""
+    source = synthesize(tmp_path / "src", layers=1, shards=2)
     with monkeypatch.context() as patch:
         total = failing(patch, WRITES, errno.ENOSPC, 10**9, lambda _: True)
         convert(source, tmp_path / "counted", workers=1)
     assert total[0] > 40
+    wanted = hashes(tmp_path / "counted")
 
-    for number in range(1, total[0] + 1, 3):
+    refused = 0
+    for number in range(1, total[0] + 1):
+        destination = tmp_path / f"dst{number}"
         with monkeypatch.context() as patch:
             failing(patch, WRITES, errno.ENOSPC, number, lambda _: True)
-            with contextlib.suppress(WeightprepError):
-                convert(source, destination, workers=1)
-            assert not destination.exists() or hashes(destination) == reference
-        if destination.exists():
-            break
-    if not destination.exists():
-        convert(source, destination, workers=1)
-    assert hashes(destination) == reference
+            remedy = remedy_of(source, destination)
+        refused += remedy is not None
+        assert remedy is None or re.search("run the (same )?command again", remedy)
+        assert not destination.exists() or hashes(destination) == wanted
+        if not destination.exists():
+            convert(source, destination, workers=1)
+        assert hashes(destination) == wanted
+        assert not destination.with_name(f"{destination.name}.partial").exists()
+        shutil.rmtree(destination)
+    # what comes after the last rename is no part of the result, and too late to refuse it
+    assert total[0] - refused <= 2
 
 
 def test_full_disk(source: Path, tmp_path: Path) -> None:
@@ -241,6 +259,114 @@ def test_full_disk(source: Path, tmp_path: Path) -> None:
         assert list(mount.iterdir()) == []
     finally:
         subprocess.run(["umount", str(mount)], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 60 MB."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=60m", "none", str(mount)]
+    if os.geteuid() or subprocess.run(command, check=False).returncode:
+        pytest.skip("cannot mount a tmpfs here; a disk that fills up during the run is only injected, not tried")
+    yield mount
+    subprocess.run(["umount", str(mount)], check=True)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_disk_that_fills_up_during_the_run(
+    source: Path, small_disk: Path, reference: dict[str, str], workers: int
+) -> None:
+    """Somebody else takes the space that was free when it was checked."""
+    destination, ballast = small_disk / "dst", small_disk / "ballast"
+
+    class Meanwhile(Silent):
+        def end(self, file: str) -> None:
+            with contextlib.suppress(OSError), ballast.open("ab", buffering=0) as taken:
+                while True:
+                    taken.write(bytes(2**16))
+
+    with pytest.raises(CheckpointError, match="No space left on device") as error:
+        execute(make_plan(options(source, destination, workers=workers)), Meanwhile())
+    assert re.search("run the (same )?command again", error.value.remedy)
+    assert not destination.exists()
+    finished = [path.name for path in (small_disk / "dst.partial" / "files").iterdir()]
+    assert finished
+
+    ballast.unlink()
+    result = CliRunner().invoke(app, ["convert", str(source), str(destination), "--link", "copy", "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["resumed_files"] >= 1
+    assert hashes(destination) == reference
+
+
+def test_every_file_is_on_the_disk_before_it_gets_its_name(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the calls themselves: fsync of a file, rename to its name, fsync of the directory, its line, fsync of that."""
+    synced: set[int] = set()
+    renamed: list[str] = []
+    journaled: list[str] = []
+    fsync, replace, rename, write = os.fsync, os.replace, os.rename, os.write
+    partial = tmp_path / "dst.partial"
+
+    def record_fsync(fd: int) -> None:
+        fsync(fd)
+        synced.add(os.fstat(fd).st_ino)
+
+    def record_replace(old: Path, new: Path) -> None:
+        assert Path(old).stat().st_ino in synced, new
+        replace(old, new)
+        # only what is synced after the rename makes the name durable
+        synced.discard(Path(new).parent.stat().st_ino)
+        renamed.append(Path(new).name)
+
+    def record_write(fd: int, data: bytes) -> int:
+        if Path(f"/proc/self/fd/{fd}").readlink().name.startswith("journal-"):
+            name = json.loads(data)["file"]
+            assert name in renamed
+            assert (partial / "files").stat().st_ino in synced
+            journaled.append(name)
+        return write(fd, data)
+
+    def record_rename(old: Path, new: Path) -> None:
+        if Path(new) == tmp_path / "dst":
+            assert all(Path(path).stat().st_ino in synced for path in (partial / "files").iterdir())
+            assert (partial / "files").stat().st_ino in synced
+            # everything but shards comes after every shard is journaled, the manifest last
+            assert renamed[-1] == "weightprep.json"
+            assert set(renamed[: len(journaled)]) == set(journaled)
+            synced.discard(tmp_path.stat().st_ino)
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "replace", record_replace)
+    monkeypatch.setattr(os, "rename", record_rename)
+    monkeypatch.setattr(os, "write", record_write)
+    convert(source, tmp_path / "dst", workers=1)
+    assert len(journaled) == 6
+    assert tmp_path.stat().st_ino in synced
+
+
+def test_people_can_read_plan_and_journal(source: Path, tmp_path: Path) -> None:
+    class Interrupted(Silent):
+        def end(self, file: str) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(make_plan(options(source, tmp_path / "dst", workers=1)), Interrupted())
+
+    text = (tmp_path / "dst.partial" / "plan.json").read_text()
+    plan = json.loads(text)
+    assert text.count("\n") >= len(plan)
+    assert (plan["source"], plan["destination"]) == (str(source), str(tmp_path / "dst"))
+    (line,) = (tmp_path / "dst.partial" / "journal-1-of-1.jsonl").read_text().splitlines()
+    entry = json.loads(line)
+    finished = tmp_path / "dst.partial" / "files" / entry["file"]
+    assert finished.stat().st_size == entry["bytes"]
+    assert [module["module"] for module in entry["modules"]] == [
+        name.removesuffix(".weight") for name in load_file(finished) if name.endswith("kv_b_proj.weight")
+    ]
 
 
 @pytest.mark.parametrize("call", ["copy_file_range", "preadv"])

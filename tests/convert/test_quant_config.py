@@ -152,7 +152,8 @@ def test_entries_that_name_nothing_are_listed(tmp_path: Path) -> None:
 def test_quark_is_understood_by_sglang(tmp_path: Path) -> None:
     """sglang's own reader, without a device: which layers it builds quantized, and by which scheme."""
     quark = pytest.importorskip("sglang.srt.layers.quantization.quark.quark", reason="sglang is not installed")
-    utils = pytest.importorskip("sglang.srt.layers.quantization.quark.utils")
+    from sglang.srt.layers.quantization.quark import utils
+
     after, _ = convert(synthesize(tmp_path / "src", layers=2, encoding="mxfp4_experts"))
 
     config = quark.QuarkConfig.from_config({**after["quantization_config"], "packed_modules_mapping": {}})
@@ -168,7 +169,8 @@ def test_quark_is_understood_by_sglang(tmp_path: Path) -> None:
 
 def test_fp8_is_understood_by_sglang(tmp_path: Path) -> None:
     fp8 = pytest.importorskip("sglang.srt.layers.quantization.fp8", reason="sglang is not installed")
-    utils = pytest.importorskip("sglang.srt.layers.quantization.utils")
+    from sglang.srt.layers.quantization import utils
+
     after, _ = convert(synthesize(tmp_path / "src", layers=2))
 
     config = fp8.Fp8Config.from_config(after["quantization_config"])
@@ -223,10 +225,11 @@ def test_hf_quant_config_alone_is_refused_inline(tmp_path: Path) -> None:
 
 def test_hf_quant_config_is_edited_along(tmp_path: Path) -> None:
     source = synthesize(tmp_path / "src", layers=2, encoding="fp8_block")
-    listed = {"producer": {"name": "x"}, "quantization": {"exclude_modules": [KV_B, "lm_head"]}}
+    listed = {"z_unknown": 1, "producer": {"name": "x"}, "quantization": {"exclude_modules": [KV_B, "lm_head"]}}
     (source / "hf_quant_config.json").write_text(json.dumps(listed))
 
     _, destination = convert(source, "--requantize")
 
     made = json.loads((destination / "hf_quant_config.json").read_text())
-    assert made == {"producer": {"name": "x"}, "quantization": {"exclude_modules": ["lm_head"]}}
+    assert made == listed | {"quantization": {"exclude_modules": ["lm_head"]}}
+    assert list(made) == list(listed)

@@ -111,5 +111,8 @@ def commit(options: ConvertOptions) -> None:
     except BaseException:
         put_back(options)
         raise
-    fsync_directory(output.parent)
-    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        fsync_directory(output.parent)
+    finally:
+        # Whatever the disk says now, the destination is there and whole.
+        shutil.rmtree(partial, ignore_errors=True)
