@@ -1,4 +1,5 @@
-"""Time the store and load steps on one core, on a kv_b_proj of GLM-5.2's size [28672, 512], for each source encoding.
+"""Time the store and load steps on one core, on a kv_b_proj of GLM-5.2's size [28672, 512], for each source encoding,
+and all that `convert` does with such a weight: reading it, converting it, hashing and figures of quality.
 
     OMP_NUM_THREADS=1 python scripts/bench_transforms.py
 
@@ -10,14 +11,25 @@ plain formula before anything is timed.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
-from weightprep.formats import Encoding, classify
+from weightprep.checkpoint.reader import SourceModule
+from weightprep.checkpoint.writer import as_bytes, describe
+from weightprep.convert.by_table import convert_by_table
+from weightprep.convert.module import convert_module
+from weightprep.convert.options import ConvertOptions
+from weightprep.convert.plan import ModuleJob
+from weightprep.convert.planner import make_plan
+from weightprep.formats import EncodedShape, Encoding, classify
 from weightprep.recipe import load_recipe, resolve
+from weightprep.synth import synthesize
 from weightprep.transforms import Bundle, StepContext, make_step, run_steps
 
 HEADS, NOPE, V, RANK = 64, 192, 256, 512
@@ -65,6 +77,24 @@ def check(weight: torch.Tensor, stored: Bundle) -> None:
         raise SystemExit("the fp8 bytes differ from the formula: nothing is timed")
 
 
+def make_job(folder: Path, weight: torch.Tensor) -> ModuleJob:
+    """A job of `convert` from bf16 to fp8 whose source file, in the page cache, holds `weight`."""
+    job = make_plan(ConvertOptions(synthesize(folder / "source"), folder / "result")).modules[0]
+    path = folder / "weight"
+    path.write_bytes(as_bytes(weight))
+    name = job.source.weight.name
+    ref = dataclasses.replace(
+        job.source.weight, path=path, offset=0, info=describe(name, weight.dtype, tuple(weight.shape))
+    )
+    source = SourceModule(job.source.module, EncodedShape(Encoding.BF16, ROWS, RANK), ref, None)
+    blocks = (-(-ROWS // 128), -(-RANK // 128))
+    outputs = {
+        "weight": describe(name, torch.float8_e4m3fn, (ROWS, RANK)),
+        "scale": describe(job.outputs["scale"].name, torch.float32, blocks),
+    }
+    return dataclasses.replace(job, source=source, outputs=outputs)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=9)
@@ -89,6 +119,11 @@ def main() -> None:
             median_rate(lambda b=bundle: run_steps(plans["mxfp4"].store, b, context), nbytes, runs),
         ]
         print(f"{encoding.value:12} " + " ".join(f"{cell:>22}" for cell in cells))
+    with tempfile.TemporaryDirectory() as folder:
+        job = make_job(Path(folder), weight)
+        for what, convert in (("by table", convert_by_table), ("by the steps", convert_module)):
+            rate = median_rate(lambda c=convert: c(job, {"heads": HEADS}, "file"), weight.nbytes, runs)
+            print(f"all of convert, bf16 to fp8, {what}: {rate}")
 
 
 if __name__ == "__main__":
