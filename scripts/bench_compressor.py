@@ -1,13 +1,15 @@
 """Count and time the kernels of a decode step's compressors and quantizations on one GPU, before and after.
 
     python3 scripts/bench_compressor.py --out DIR [--aiter FOLDER] [--search]
+    python3 scripts/bench_compressor.py --check
 
 `before` widens each gate score in a kernel of its own and transposes each group scale; `after` is weightprep. Both run
 the same GEMM and the same compress and quantization kernels, so the difference is the passes that went away. One CUDA
 graph holds one decode step: 90 compressors with distinct weights and states (DeepSeek-V4-Pro's sizes: 30 of ratio 4
 with head_dim 512, 30 of ratio 4 with head_dim 128 in the indexer, 30 of ratio 128), or 183 quantizations. A figure is
 the median of 20 replays. Nothing is timed before its result was compared with the eager reference. FOLDER holds an
-unpacked amd-aiter wheel: its producers are then timed too.
+unpacked amd-aiter wheel: its producers are then timed too. --check times nothing: it runs the kernels, decode and
+prefill, for every combination of dtypes of scores, state, bias and output, and compares with the eager reference.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "runtime"))
 
 from weightprep.runtime import compress_kernels
-from weightprep.runtime.compress import compress_decode, gate_score
+from weightprep.runtime.choice import Backend
+from weightprep.runtime.compress import compress_decode, compress_prefill, gate_score
 from weightprep.runtime.compress_reference import window_of
 from weightprep.runtime.rms_quant import quantize_groups, rms_norm_quantize
 from weightprep.runtime.scale_layout import GroupScaleLayout, materialize
@@ -149,7 +152,7 @@ def check_compressors(x: torch.Tensor, stack: list[Layer]) -> dict[str, float]:
         outs = [torch.zeros_like(layer.out) for _ in range(4)]
         compress_decode(states[0], score, layer.ape, layer.plan, ratio=layer.ratio, out=outs[0])
         compress_decode(states[1], score.float(), layer.ape, layer.plan, ratio=layer.ratio, out=outs[1])
-        compress_decode(states[2], score, layer.ape, layer.plan, ratio=layer.ratio, out=outs[2], backend="torch")
+        compress_decode(states[2], score, layer.ape, layer.plan, ratio=layer.ratio, out=outs[2], backend=Backend.TORCH)
         rounded = layer.ape.bfloat16()
         compress_decode(states[3], score, rounded, layer.plan, ratio=layer.ratio, out=outs[3])
         if not torch.equal(states[0], states[1]):
@@ -163,6 +166,72 @@ def check_compressors(x: torch.Tensor, stack: list[Layer]) -> dict[str, float]:
         "largest_difference": worst,
         "relative_error_if_ape_were_bf16": max(bias_in_bf16, default=0.0),
     }
+
+
+def prefill_plans(ratio: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Two requests, one from its beginning and one that continues in the middle of a window; pages of the state."""
+    window, pages = window_of(ratio), 2 if ratio == 4 else 1
+    compress: list[tuple[int, int, int, int]] = []
+    write: list[tuple[int, int]] = []
+    row = 0
+    for request, start in enumerate((0, 2 * ratio + ratio // 2)):
+        for position in range(start, start + tokens):
+            if (position + 1) % ratio == 0:
+                held = max(0, window - (position + 1 - start))
+                page = [request * pages + (max(p, 0) // ratio) % pages for p in (position - ratio, position)]
+                compress.append((position + 1, row | held << 16, *page))
+            if position >= start + tokens - window:
+                page_now = request * pages + (position // ratio) % pages
+                write.append((row, page_now * ratio + position % ratio))
+            row += 1
+    compress.append((-1, 0, 0, 0))
+    plans = (torch.tensor(compress, dtype=torch.int32), torch.tensor(write, dtype=torch.int32))
+    # Only the last write of a slot counts; the plan of an engine names each slot once.
+    last = {slot: index for index, (_, slot) in enumerate(write)}
+    once = plans[1][sorted(last.values())].contiguous()
+    return plans[0].view(torch.uint8).to(DEVICE), once.view(torch.uint8).to(DEVICE), 2 * pages
+
+
+def check_dtypes() -> None:
+    """Every combination of dtypes, decode and prefill: the state's bits, and the output within its own rounding."""
+    checked, worst = 0, 0.0
+    for (ratio, head_dim), *dtypes in itertools.product(KINDS, *[(torch.bfloat16, torch.float32)] * 4):
+        score_dtype, state_dtype, ape_dtype, out_dtype = dtypes
+        window, tokens = window_of(ratio), 3 * ratio
+        width = 2 * head_dim * (window // ratio)
+        ape = torch.randn(window, head_dim, device=DEVICE).to(ape_dtype)
+        compress, write, pages = prefill_plans(ratio, tokens)
+        score = torch.randn(2 * tokens, width, device=DEVICE).to(score_dtype)
+        decode = decode_plan(ratio, 33)
+        states = {
+            "prefill": torch.randn(pages, ratio, width, device=DEVICE).to(state_dtype),
+            "decode": torch.randn(66, ratio, width, device=DEVICE).to(state_dtype),
+        }
+        for phase, state in states.items():
+            results = []
+            for backend in (Backend.TRITON, Backend.TORCH):
+                mine = state.clone()
+                rows = compress.shape[0] if phase == "prefill" else 33
+                out = torch.full((rows, head_dim), float("nan"), device=DEVICE).to(out_dtype)
+                given: dict[str, Any] = {"ratio": ratio, "out": out, "backend": backend}
+                if phase == "prefill":
+                    compress_prefill(mine, score, ape, compress, write, **given)
+                else:
+                    compress_decode(mine, score[:1].expand(33, -1).contiguous(), ape, decode, **given)
+                results.append((mine, out))
+            (state_a, out_a), (state_b, out_b) = results
+            if not torch.equal(state_a, state_b) or torch.equal(state_a, state):
+                raise SystemExit(f"{phase}, ratio {ratio}, {dtypes}: the states differ, or nothing was stored")
+            if not torch.equal(out_a.isnan(), out_b.isnan()) or out_a.isnan().all() or not out_a.isnan().any():
+                raise SystemExit(f"{phase}, ratio {ratio}, {dtypes}: other rows were written")
+            apart = (out_a.double() - out_b.double()).nan_to_num().abs()
+            # One step of the output's format, for sums in another order that straddle a rounding boundary.
+            step = 2.0**-7 if out_dtype == torch.bfloat16 else 1e-5
+            if (apart > step * out_b.double().nan_to_num().abs().clamp(min=1.0)).any():
+                raise SystemExit(f"{phase}, ratio {ratio}, {dtypes}: differs by {apart.max()}")
+            worst = max(worst, float(apart.max()) if out_dtype == torch.float32 else 0.0)
+            checked += 1
+    print(f"{checked} combinations of phase, ratio, head_dim and dtypes agree; float32 outputs within {worst:.1e}")
 
 
 def search(rows: int) -> None:
@@ -271,11 +340,17 @@ def check_aiter(producer: Any, x: torch.Tensor, weight: torch.Tensor) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--check", action="store_true", help="compare with the eager reference and time nothing")
     parser.add_argument("--aiter", type=Path)
     parser.add_argument("--search", action="store_true", help="time every shape of program of the compress kernel")
     options = parser.parse_args()
     torch.manual_seed(0)
+    if options.check:
+        check_dtypes()
+        return
+    if options.out is None:
+        parser.error("--out is needed where something is timed")
     if options.search:
         for rows in (16, 256):
             search(rows)

@@ -51,6 +51,7 @@ def inspect(
     from weightprep.checkpoint.hub import open_headers
     from weightprep.checkpoint.manifest import SIDECAR_MANIFEST
     from weightprep.cli.convert import parse_precision
+    from weightprep.contracts.scale_gates import predict_scales
     from weightprep.convert.compressor_prediction import forecast_compressors
     from weightprep.convert.options import ConvertOptions
     from weightprep.convert.planner import plan_model
@@ -62,6 +63,8 @@ def inspect(
     model = plan_model(checkpoint, options)
     forecasts = [layer for name in target or ["gfx950"] for layer in forecast(checkpoint, model, name, version)]
     compressors = [kind for name in target or ["gfx950"] for kind in forecast_compressors(checkpoint, name, version)]
+    in_blocks = checkpoint.config.weight_block_size is not None
+    scales = {name: predict_scales(name, version) if in_blocks else None for name in target or ["gfx950"]}
     nbytes = sum(header.file_size for header in checkpoint.shards.values())
     sidecar = SIDECAR_MANIFEST in checkpoint.other_files
     dtypes = Counter(ref.info.dtype for ref in checkpoint.tensors.values())
@@ -83,6 +86,11 @@ def inspect(
                 "nothing_to_convert": model.recipe.nothing_to_convert,
                 "layers": [_describe(layer) for layer in forecasts],
                 "compressors": [_describe_compressors(kind) for kind in compressors],
+                "group_scales": [
+                    {"target": name, "today": _describe_path(pair[0]), "prepared": _describe_path(pair[1])}
+                    for name, pair in scales.items()
+                    if pair is not None
+                ],
             },
         )
         return None
@@ -94,9 +102,13 @@ def inspect(
     if compressors:
         print()
         _print_compressors(compressors)
+    if model.recipe.nothing_to_convert is None:
+        _print_table(forecasts)
+    for name, pair in scales.items():
+        if pair is not None:
+            print(f"\n{name}: activation scales: today {_path(pair[0])}, prepared {_path(pair[1])}: {pair[0].reason}")
     if model.recipe.nothing_to_convert is not None:
         return None
-    _print_table(forecasts)
     if sidecar:
         say(
             f"a sidecar with converted weights is there already ({SIDECAR_MANIFEST}): --load-format weightprep reads it"

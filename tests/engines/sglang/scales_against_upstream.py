@@ -63,13 +63,14 @@ class Release:
         self.mha = _optional(f"{METHODS}.forward_mha_rocm") or importlib.import_module(f"{METHODS}.forward_mha")
         norms = _optional("sglang.srt.layers.layer_boundary.residual.add_norm")
         self.norms = norms or importlib.import_module("sglang.srt.layers.communicator")
-        self.modules = [m for m in (self.utils, self.v4, self.rocm, self.mha, self.norms) if m is not None]
+        # before 0.5.18 the ROCm products stand in the shared module
+        mla = self.rocm or importlib.import_module(f"{METHODS}.forward_mla")
+        self.modules = [self.utils, self.v4, mla, self.mha, self.norms]
         for module in self.modules:
             for flag in ("_use_aiter", "_use_aiter_gfx95", "_use_aiter_bpreshuffle_gfx95", "_is_gfx95_supported"):
                 setattr(module, flag, True)
             module.fused_rms_fp8_group_quant = rms
-        if self.rocm is not None:
-            self.rocm.fused_flatten_fp8_group_quant = flatten
+        mla.fused_flatten_fp8_group_quant = flatten
         self.utils.aiter = SimpleNamespace(dtypes=SimpleNamespace(fp8=FP8))
         self.utils.aiter_per1x128_quant = functools.partial(group, group_size=128)
         self.utils.gemm_a8w8_blockscale_bpreshuffle = functools.partial(self._gemm, "bpreshuffle")

@@ -36,6 +36,7 @@ def test_complete_environment() -> None:
     assert findings["hook targets"]["status"] == "ok"
     assert findings["compressor hooks"]["status"] == "ok"
     assert "_compute_wkv_gate" in findings["compressor hooks"]["found"]
+    assert findings["scale hooks"]["found"] == "6 call sites of aiter's quantizations"
     assert findings["entry point"]["status"] == "ok"
 
 
@@ -82,6 +83,8 @@ def test_with_the_oldest_known_sglang() -> None:
     assert findings["sglang"]["found"] == "0.5.12"
     # that release's GEMM writes float32 itself: there is nothing to spare
     assert findings["compressor hooks"]["status"] == "note"
+    # and it transposes scales in its linear layer, where nothing can be hooked
+    assert findings["scale hooks"]["status"] == "note"
 
 
 def test_with_aiter_on_a_machine_without_rocm(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def test_mxfp4_weights_for_every_o_proj() -> None:
     )
     assert returned is kernel_out
     assert torch.equal(kernel_out.transpose(0, 1).flatten(1), results[torch.bfloat16])
+    assert kernel_out.transpose(0, 1).flatten(1, 2).data_ptr() == kernel_out.data_ptr()
 
 
 def test_bmm_fp8_of_cuda_is_batch_major_and_exact() -> None:

@@ -90,6 +90,7 @@ def _sglang() -> Iterator[Finding]:
     if not missing:
         yield Finding("hook targets", "ok", f"all {len(versions.TARGETS)} found")
     yield _compressor(root)
+    yield _scales(root)
 
 
 def _compressor(root: Path) -> Finding:
@@ -102,6 +103,17 @@ def _compressor(root: Path) -> Finding:
         remedy = "nothing to do unless DeepSeek-V4 is served on ROCm; then use sglang 0.5.15 or later"
         return Finding("compressor hooks", "note", "this sglang widens no scores, or has no such compressor", remedy)
     return Finding("compressor hooks", "ok", f"{targets.producer}, {targets.consumer}")
+
+
+def _scales(root: Path) -> Finding:
+    """Where group scales can be had column-major without a transpose in the sglang at `root`."""
+    from weightprep.engines.sglang.scale_hooks import MATERIALIZE, SITES
+
+    found = [f"{site.module}.{site.name}" for site in SITES if versions.resolves(root, f"{site.module}.{site.name}")]
+    if not found or not versions.resolves(root, MATERIALIZE):
+        remedy = "nothing to do unless an fp8 block model is served on gfx95; then use sglang 0.5.15 or later"
+        return Finding("scale hooks", "note", "this sglang transposes scales in its linear layer", remedy)
+    return Finding("scale hooks", "ok", f"{len(found)} call sites of aiter's quantizations")
 
 
 def _entry_point(environment: Mapping[str, str]) -> Iterator[Finding]:

@@ -182,7 +182,10 @@ def aiter_mxfp4_kernel(
     *rest: Any,
     **named: Any,
 ) -> torch.Tensor | None:
-    """Around aiter's MXFP4 batched kernel: x (H, M, K), w (H, N, K / 2), w_scales (H, N, K / 32), y (H, M, N)."""
+    """Around aiter's MXFP4 batched kernel: x (H, M, K), w (H, N, K / 2), w_scales (H, N, K / 32), y (H, M, N).
+
+    A head-major `y`, as 0.5.12 allocates it, becomes the transposed view of a batch-major buffer in its own memory.
+    """
     if dtype != torch.bfloat16 or rest or named:
         witness.decline(_MXFP4_KERNEL, "with an explicit configuration, or an output that is not bf16")
         done: torch.Tensor | None = orig(x, w, w_scales, dtype, y, *rest, **named)
@@ -190,6 +193,8 @@ def aiter_mxfp4_kernel(
     weight, mx_scale = w.transpose(1, 2), w_scales.transpose(1, 2)
     if y is None:
         y = x.new_empty((x.shape[1], x.shape[0], weight.shape[2]), dtype=torch.bfloat16).transpose(0, 1)
+    elif y.is_contiguous():
+        y.as_strided_(y.shape, (y.shape[2], y.shape[0] * y.shape[2], 1))
     backend = _backend_for(None, OutQuant.NONE)
     absorb_into(y.transpose(0, 1), x.transpose(0, 1), weight, mx_scale=mx_scale, backend=backend)
     return y

@@ -32,7 +32,7 @@ from weightprep.runtime.rms_quant import quantize_groups
 from weightprep.runtime.scale_layout import GroupScaleLayout
 from weightprep.runtime.scale_probe import ScaleProducer, TransposeScale
 
-__all__ = ["CLAMP", "FLATTEN", "GROUP", "RMS", "SITES", "ScaleSite", "hook_scale_sites"]
+__all__ = ["CLAMP", "FLATTEN", "GROUP", "MATERIALIZE", "RMS", "SITES", "ScaleSite", "hook_scale_sites"]
 
 RMS, FLATTEN, GROUP, CLAMP = (
     "fused_rms_fp8_group_quant",
@@ -42,6 +42,7 @@ RMS, FLATTEN, GROUP, CLAMP = (
 )
 _METHODS = "sglang.srt.models.deepseek_common.attention_forward_methods"
 _UTILS = "sglang.srt.layers.quantization.fp8_utils"
+MATERIALIZE = f"{_UTILS}.materialize_bpreshuffle_fp8_scale"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ def hook_scale_sites(producers: Mapping[str, ScaleProducer]) -> tuple[ScaleSite,
     :param producers: of the installed aiter, by name, as probed; call sites of others stay with upstream
     :returns: the call sites whose scales are column-major from here on
     """
-    if not hasattr(sys.modules.get(_UTILS), "materialize_bpreshuffle_fp8_scale"):
+    if not hasattr(sys.modules.get(_UTILS), MATERIALIZE.rsplit(".", 1)[1]):
         return ()
     hooked = []
     for site in SITES:
