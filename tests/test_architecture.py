@@ -47,6 +47,14 @@ def test_imports_point_one_way(package: str) -> None:
         assert not extra, f"{path.relative_to(ROOT)} imports {sorted(extra)}"
 
 
+def test_what_plans_and_copies_takes_torch_from_one_place() -> None:
+    for package in ("formats", "checkpoint", "contracts", "transforms", "recipe", "convert"):
+        for path in (ROOT / package).rglob("*.py"):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            names = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+            assert "torch" not in names, f"{path.relative_to(ROOT)}: from weightprep.deferred import torch"
+
+
 def test_import_touches_no_engine_kernel_library_or_gpu() -> None:
     heavy = {"torch", "triton", "sglang", "aiter", "transformers"}
     code = f"import sys, weightprep; print(sorted({heavy} & set(sys.modules)))"
