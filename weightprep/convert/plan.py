@@ -179,13 +179,13 @@ class ConversionPlan:
     @cached_property
     def precision(self) -> str | dict[str, str] | None:
         """By layer group, however it was asked for; as asked where the modules of one group differ."""
-        chosen: dict[str, set[str | None]] = {}
+        chosen: dict[str, set[str]] = {}
         for plan in self.model.modules:
             chosen.setdefault(plan.group, set()).add(plan.precision)
-        if any(len(names) > 1 or None in names for names in chosen.values()):
+        if any(len(names) > 1 for names in chosen.values()):
             asked = self.options.precision
             return dict(asked) if isinstance(asked, Mapping) else asked
-        return {group: name for group, names in chosen.items() for name in names if name is not None}
+        return {group: name for group, names in chosen.items() for name in names}
 
     @cached_property
     def identity(self) -> str:

@@ -48,7 +48,8 @@ def read_yaml(path: Path) -> dict[str, object]:
             raise RecipeError(path, found="a file of more than 1 MiB", wanted="a recipe", remedy="check the path")
         # _Loader is a SafeLoader: it makes strings, numbers, booleans, lists and mappings only
         document = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        # PyYAML lets Python's own ValueError out, for a date in month 99 or an integer of 5000 digits.
         raise RecipeError(
             path, found=str(error), wanted="a YAML file", remedy="check the path and the syntax"
         ) from None
