@@ -112,7 +112,7 @@ def decode_configs(k: int, m: int, quant: int) -> Iterator[DecodeConfig]:
 
 def wgmma_configs(k: int, n: int, m: int, quant: int) -> Iterator[WgmmaConfig]:
     """Every configuration of the kernel for many rows that fits the shape, shared memory and the register file."""
-    depths = (1, 3) if k == 192 else (1, 2, 4, 8)
+    depths = (1, 2, 3) if k == 192 else (1, 2, 4, 8)
     sizes = itertools.product((8, 16, 32, 64, 128), (1, 2, 4), (1, 2, 4, 8), depths, (1, 2))
     for rows, groups, tiles, depth, blocks in sizes:
         config = WgmmaConfig(rows, groups, tiles, depth, blocks)

@@ -1,7 +1,7 @@
 // Absorbed batched matrix product for many rows: a block computes one tile of rows.
 //
 // Compiled by NVRTC behind absorb_common.cuh and absorb_wgmma.cuh, with their macros and WP_DEPTH (chunks of 64 k in
-// flight, a divisor of WP_K / 64), WP_MIN_BLOCKS (blocks that must fit one multiprocessor), WP_PREFETCH.
+// flight), WP_MIN_BLOCKS (blocks that must fit one multiprocessor), WP_PREFETCH.
 //
 // Weights go straight to registers, activations through registers into shared memory in the order of k that `widen`
 // gives. For one tile that is faster than the copy engine, which starts later.
@@ -66,18 +66,18 @@ absorb_tile(const u16* __restrict__ x, int x_m, int x_h, const u8* __restrict__ 
   float acc[PARTS][WIDTH / 2];
   u32 a[2][4][4];
 #pragma unroll
-  for (int step = 0; step < CHUNKS / WP_DEPTH; ++step) {
+  for (int start = 0; start < CHUNKS; start += WP_DEPTH) {
+    const int end = min(start + WP_DEPTH, CHUNKS);
 #pragma unroll
-    for (int j = step * WP_DEPTH; j < (step + 1) * WP_DEPTH; ++j) store(j);
+    for (int j = start; j < end; ++j) store(j);
     // Ordinary stores must be visible to the asynchronous proxy, through which wgmma reads. ptxas precedes this fence with
     // a wait for all loads in flight, so the next ones start behind it.
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    if (step + 1 < CHUNKS / WP_DEPTH)
 #pragma unroll
-      for (int j = (step + 1) * WP_DEPTH; j < (step + 2) * WP_DEPTH; ++j) load(j);
+    for (int j = end; j < min(end + WP_DEPTH, CHUNKS); ++j) load(j);
     __syncthreads();
 #pragma unroll
-    for (int j = step * WP_DEPTH; j < (step + 1) * WP_DEPTH; ++j) {
+    for (int j = start; j < end; ++j) {
       u32 wide[2][8];
 #pragma unroll
       for (int half = 0; half < 2; ++half) widen(raw[j][half], WP_WEIGHT ? e8m0_pair(mx[j][half]) : 0, wide[half]);

@@ -103,8 +103,7 @@ class WgmmaConfig:
     def fits(self, k: int, columns: int) -> bool:
         """Whether the blocks divide the shape and fit shared memory."""
         divides = k % 64 == 0 and k <= 512 and columns % self.block_columns == 0 and self.depth <= k // 64
-        steps = self.row_tiles > 1 or (k // 64) % self.depth == 0
-        return divides and steps and self.shared_bytes(k) <= _SHARED_BYTES
+        return divides and self.shared_bytes(k) <= _SHARED_BYTES
 
     def shared_bytes(self, k: int) -> int:
         """Dynamic shared memory of a block.
