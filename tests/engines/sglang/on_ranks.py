@@ -32,6 +32,23 @@ def _load(state: Any, path: Path, load_format: str, extra: dict[str, Any] | None
         return live_sglang.load(args, load_format, extra, draft)
 
 
+def load_draft_as_asked(state: Any, path: Path, draft_format: str | None) -> dict[int, Absorbed]:
+    """The NextN draft of a server with --load-format weightprep, by sglang's own rule for a draft's load format.
+
+    The CPU engine has no speculation, so the draft worker around this rule and this load does not run.
+    """
+    from types import SimpleNamespace
+
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.runtime_context import get_spec
+
+    with get_spec().override(speculative_draft_load_format=draft_format):
+        own = ModelRunner._resolve_draft_load_format(SimpleNamespace(is_draft_worker=True))
+    load_format = own or "weightprep"
+    extra = GFX950 if load_format == "weightprep" else None
+    return live_sglang.absorbed(_load(state, path, load_format, extra, draft=True))
+
+
 def load_with_upstreams_cast(state: Any, path: Path, draft: bool = False) -> dict[int, Absorbed]:
     """What sglang's own load-time cast for gfx950 makes, without the plugin's flag."""
     import sglang.srt.models.deepseek_common.deepseek_weight_loader as upstream

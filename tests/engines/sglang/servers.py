@@ -69,6 +69,10 @@ class Server:
         with urllib.request.urlopen(request, timeout=120) as response:
             return json.loads(response.read())
 
+    def get(self, route: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{route}", timeout=120) as response:
+            return str(response.read().decode())
+
 
 @contextmanager
 def server(entry: list[str], model: Path, folder: Path, *flags: str, **env: str) -> Iterator[Server]:

@@ -53,6 +53,20 @@ def test_nextn_is_fp8_where_upstream_leaves_it_in_bf16(
         assert error < 0.03
 
 
+@pytest.mark.parametrize(
+    ("draft_format", "dtype"),
+    [(None, FP8), ("weightprep", FP8), ("auto", torch.bfloat16)],
+    ids=["unset", "ours", "auto"],
+)
+def test_draft_is_loaded_in_the_targets_format_unless_it_has_its_own(
+    draft_format: str | None, dtype: torch.dtype, tp1: Ranks, glm: Path, online_nextn: dict[int, Absorbed]
+) -> None:
+    draft = tp1.run(on_ranks.load_draft_as_asked, glm, draft_format)[0]
+    assert draft[LAYERS].w_kc.dtype is dtype
+    if dtype is FP8:
+        assert_same_bits(draft, online_nextn)
+
+
 def test_ranks_hold_slices_of_the_whole_tensors_bytes(
     tp2: Ranks, glm: Path, online: dict[int, Absorbed], online_nextn: dict[int, Absorbed]
 ) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import servers
 from servers import Generation
+from tiny_models import LAYERS
 
 from weightprep.engines.sglang.versions import POST_LOAD_WEIGHTS, VERIFY_LOAD_FORMAT
 
@@ -72,6 +74,22 @@ def test_flag_is_accepted_by_servers(entry: list[str], cpu_glm: Path, ours: Gene
     assert len(live) >= 3
     prepared = {process["pid"] for process in processes if POST_LOAD_WEIGHTS in process["patched"]}
     assert len(prepared) == 1, "only the scheduler loads a model"
+
+
+def test_metrics_of_a_server_hold_ours(cpu_glm: Path, tmp_path: Path) -> None:
+    entry = [sys.executable, "-m", "sglang.launch_server"]
+    with servers.server(entry, cpu_glm, tmp_path, *FLAG, "--enable-metrics") as server:
+        deadline = time.monotonic() + 60
+        # the calls of the canary; they are carried over every few seconds
+        while "weightprep_path_calls_total{" not in (text := server.get("/metrics")) and time.monotonic() < deadline:
+            time.sleep(1)
+    samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("weightprep_"))
+    layers = {name: float(value) for name, value in samples.items() if name.startswith("weightprep_layers{")}
+    assert list(layers.values()) == [LAYERS]
+    assert 'path="fp8_absorbed"' in next(iter(layers))
+    calls = [float(value) for name, value in samples.items() if name.startswith("weightprep_path_calls_total{")]
+    assert calls
+    assert min(calls) > 0
 
 
 def test_left_out_of_sglang_plugins_is_refused_by_the_parser(cpu_glm: Path) -> None:
