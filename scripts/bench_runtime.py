@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -25,70 +24,15 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
+from runtime_cases import FORMS, LAYERS, REPLAYS, Case, outputs, per_layer_us, relative_error
+from runtime_peers import accuracy, aiter_peer, peers
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from weightprep.runtime import cuda_absorb, group_quant
+from weightprep.runtime import cuda_absorb
 from weightprep.runtime.absorb import absorb_q, absorb_v
-from weightprep.runtime.choice import ActQuant, OutQuant, Quantized
+from weightprep.runtime.choice import Quantized
 from weightprep.runtime.reference import absorb_reference
 from weightprep.runtime.triton_absorb import launch_absorb
-from weightprep.runtime.triton_quant import launch_flatten_fp8, launch_flatten_mxfp4
 from weightprep.runtime.tuning import BmmConfig, DecodeConfig, TritonConfig, WgmmaConfig, choose
-
-LAYERS = 78
-REPLAYS = 10
-DEVICE = "cuda"
-# The digit of a cell's name.
-FORMS = (OutQuant.NONE, OutQuant.FP8_GROUP, OutQuant.MXFP4)
-
-
-@triton.jit
-def _read_kernel(w_ptr, out_ptr, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    w = tl.load(w_ptr + at)
-    if tl.max(w, axis=0) == 12345678:
-        tl.store(out_ptr, 1)
-
-
-def per_layer_us(call: Callable[[int], None]) -> float:
-    """Median over replays of one graph with `call(layer)` for every layer, per layer, in microseconds."""
-    call(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for layer in range(LAYERS):
-            call(layer)
-    times = []
-    for replay in range(REPLAYS + 2):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if replay >= 2:
-            times.append(start.elapsed_time(end) * 1e3 / LAYERS)
-    return statistics.median(times)
-
-
-class Case:
-    """Weights of all layers and inputs of one cell; the fp8 weights are (H, N, K) in memory, seen as (H, K, N)."""
-
-    def __init__(self, heads: int, k: int, n: int) -> None:
-        generator = torch.Generator(DEVICE).manual_seed(heads * 7919 + k)
-        self.heads, self.k, self.n = heads, k, n
-        self.scale = torch.full((1,), 1 / 100.0, device=DEVICE)
-        shape = (heads, n, k)
-        self.bf16 = [torch.randn(shape, device=DEVICE, generator=generator).bfloat16() for _ in range(LAYERS)]
-        self.fp8 = [(w.float() * 100).clamp(-448, 448).to(torch.float8_e4m3fn) for w in self.bf16]
-        self.fp4 = [torch.randint(0, 256, (heads, n, k // 2), device=DEVICE, dtype=torch.uint8) for _ in range(LAYERS)]
-        self.mx = [
-            torch.randint(120, 128, (heads, n, k // 32), device=DEVICE, dtype=torch.uint8) for _ in range(LAYERS)
-        ]
-
-    def rows(self, m: int) -> torch.Tensor:
-        return torch.randn((m, self.heads, self.k), device=DEVICE).bfloat16()
 
 
 def decode_configs(k: int, m: int, quant: int) -> Iterator[DecodeConfig]:
@@ -139,29 +83,6 @@ def triton_configs(k: int, m: int, quant: int) -> Iterator[TritonConfig]:
                 yield TritonConfig(block_m, block_n, block_k, warps, stages, swap, act)
 
 
-def outputs(m: int, heads: int, n: int, quant: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if quant == 0:
-        return torch.full((m, heads, n), float("nan"), device=DEVICE, dtype=torch.bfloat16), None
-    if quant == 1:
-        out = torch.full((m, heads * n), 0x7F, device=DEVICE, dtype=torch.uint8).view(torch.float8_e4m3fn)
-        return out, torch.full((m, heads * n // 128), float("nan"), device=DEVICE)
-    return (
-        torch.full((m, heads * n // 2), 0xA5, device=DEVICE, dtype=torch.uint8),
-        torch.full((m, heads * n // 32), 0xFF, device=DEVICE, dtype=torch.uint8),
-    )
-
-
-def relative_error(out: torch.Tensor, scales: torch.Tensor | None, wanted: torch.Tensor) -> float:
-    if scales is None:
-        got = out.double()
-    elif out.dtype == torch.uint8:
-        got = group_quant.widen_mxfp4(out.t()[None], scales.t()[None])[0].t().double()
-    else:
-        got = (out.float().view(out.shape[0], -1, 128) * scales[..., None]).double()
-    got = got.reshape(wanted.shape)
-    return float((got - wanted).norm() / wanted.norm())
-
-
 def search(case: Case, m: int, quant: int, *, mxfp4: bool, triton_too: bool) -> list[dict[str, Any]]:
     x = case.rows(m)
     w = case.fp4 if mxfp4 else case.fp8
@@ -204,51 +125,6 @@ def search(case: Case, m: int, quant: int, *, mxfp4: bool, triton_too: bool) -> 
             continue
         rows.append({"backend": backend, "config": repr(config), "error": error, "us": us})
     return sorted(rows, key=lambda r: r.get("us", 1e9) if r.get("us") == r.get("us") else 1e9)
-
-
-def peers(case: Case, m: int, quant: int) -> dict[str, float]:
-    x = case.rows(m)
-    buffer = torch.empty((m, case.heads, case.n), device=DEVICE, dtype=torch.bfloat16)
-    weights = [t.transpose(1, 2) for t in case.bf16]
-    result = {}
-
-    def bmm(i: int) -> None:
-        torch.bmm(x.transpose(0, 1), weights[i], out=buffer.transpose(0, 1))
-
-    head_major = torch.empty((case.heads, m, case.n), device=DEVICE, dtype=torch.bfloat16)
-    result["bmm_batch_major"] = per_layer_us(bmm)
-    result["bmm_head_major"] = per_layer_us(lambda i: torch.bmm(x.transpose(0, 1), weights[i], out=head_major))
-    if quant == 2:
-        packed, powers = outputs(m, case.heads, case.n, 2)
-
-        def both_mxfp4(i: int) -> None:
-            bmm(i)
-            launch_flatten_mxfp4(buffer, packed, powers)
-
-        result["bmm_then_flatten_mxfp4"] = per_layer_us(both_mxfp4)
-    if quant == 1:
-        out, scales = outputs(m, case.heads, case.n, 1)
-
-        def both(i: int, block_m: int, warps: int) -> None:
-            bmm(i)
-            launch_flatten_fp8(buffer, out, scales, block_m, warps)
-
-        searched = {
-            (b, w): per_layer_us(lambda i, b=b, w=w: both(i, b, w))
-            for b, w in itertools.product((1, 2, 4, 8), (1, 2, 4))
-            if b <= max(m, 1)
-        }
-        best = min(searched, key=searched.get)
-        result["bmm_then_flatten_fp8"] = searched[best]
-        result["flatten_block_m"], result["flatten_warps"] = best
-    total = case.heads * case.k * case.n
-    flat = [t.view(torch.uint8).reshape(-1).view(torch.int32) for t in case.fp8]
-    sink = torch.zeros(1, device=DEVICE, dtype=torch.int32)
-    result["read_only"] = min(
-        per_layer_us(lambda i, b=block, w=warps: _read_kernel[(total // b,)](flat[i], sink, BLOCK=b // 4, num_warps=w))
-        for block, warps in itertools.product((4096, 8192, 16384, 32768), (4, 8))
-    )
-    return result
 
 
 def environment() -> dict[str, str]:
@@ -334,99 +210,6 @@ def tuned(case: Case, m: int, quant: int, *, mxfp4: bool, is_q: bool) -> list[di
     return rows
 
 
-def accuracy(case: Case, m: int, folder: Path | None) -> dict[str, dict[str, float]]:
-    """Relative error in the norm of absorb_v, fp8 groups out, against float64 of the fp8 and of the bf16 weights."""
-    x = case.rows(m)
-    w, wide = case.fp8[0].transpose(1, 2), case.bf16[0].transpose(1, 2)
-    exact = {
-        "fp8 weights": torch.bmm(x.double().transpose(0, 1), w.float().double() * case.scale.double()).transpose(0, 1),
-        "bf16 weights": torch.bmm(x.double().transpose(0, 1), wide.double()).transpose(0, 1),
-    }
-
-    def flattened(product: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return group_quant.quantize_fp8_groups(product.flatten(1, 2))
-
-    bmm = torch.bmm(x.transpose(0, 1), wide).transpose(0, 1)
-    widened = torch.bmm(x.transpose(0, 1), (w.float() * case.scale).bfloat16()).transpose(0, 1)
-    ways: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
-        "bf16 weights, torch.bmm, quantization": flattened(bmm),
-        "fp8 weights widened to a bf16 copy, torch.bmm, quantization": flattened(widened),
-    }
-    for name, act in (("ours, table", ActQuant.AUTO), ("ours, activations quantized", ActQuant.GROUP)):
-        result = absorb_v(x, w, case.scale, out_quant=OutQuant.FP8_GROUP, act_quant=act)
-        assert isinstance(result, Quantized)
-        ways[name] = (result.values, result.scales)
-    if folder is not None:
-        theirs = torch.empty((m, case.heads, case.n), device=DEVICE, dtype=torch.bfloat16)
-        aiter_kernel(folder)(x, w, case.scale, theirs, 16, 64, 4, 3)
-        ways["aiter's kernel, quantization"] = flattened(theirs)
-    return {
-        name: {against: relative_error(*way, wanted) for against, wanted in exact.items()} for name, way in ways.items()
-    }
-
-
-def aiter_kernel(folder: Path) -> Callable[..., None]:
-    """aiter's fp8 batched kernel: (x, w, scale, out, block_m, block_n, warps, stages), batch-major."""
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "runtime"))
-    from aiter_wheel import import_triton_module
-
-    name = "batched_gemm_a8w8_a_per_token_group_prequant_w_per_batched_tensor_quant"
-    kernel = getattr(import_triton_module(folder, name), f"_{name}_kernel")
-
-    def launch(
-        x: torch.Tensor,
-        w: torch.Tensor,
-        scale: torch.Tensor,
-        out: torch.Tensor,
-        bm: int,
-        bn: int,
-        warps: int,
-        stages: int,
-    ) -> None:
-        (m, heads, k), n = x.shape, w.shape[2]
-        blocks = {"BLOCK_SIZE_M": bm, "BLOCK_SIZE_N": bn, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 1}
-        steps = (x.stride(1), x.stride(0), x.stride(2), *w.stride(), out.stride(1), out.stride(0), out.stride(2))
-        kernel[(heads, triton.cdiv(m, bm) * triton.cdiv(n, bn))](
-            *(x, w, out, scale, None, m, n, k, *steps, 1, False),
-            **blocks,
-            DTYPE_MAX=448.0,
-            DTYPE_MIN=-448.0,
-            cache_modifier=".cg",
-            num_warps=warps,
-            num_stages=stages,
-        )
-
-    return launch
-
-
-def aiter_peer(case: Case, m: int, quant: int, folder: Path) -> dict[str, Any]:
-    """aiter's fp8 kernel with its best configuration, alone and before its own quantization for o_proj."""
-    launch, x = aiter_kernel(folder), case.rows(m)
-    out = torch.empty((m, case.heads, case.n), device=DEVICE, dtype=torch.bfloat16)
-    weights = [t.transpose(1, 2) for t in case.fp8]
-    configs = list(itertools.product((16, 32) if m <= 64 else (32, 64), (64, 128), (4,), (2, 3)))
-
-    def compile_one(config: tuple[int, int, int, int]) -> None:
-        launch(x, weights[0], case.scale, out, *config)
-
-    with ThreadPoolExecutor(8, initializer=lambda: torch.cuda.set_device(0)) as pool:
-        list(pool.map(compile_one, configs))
-    times = {c: per_layer_us(lambda i, c=c: launch(x, weights[i], case.scale, out, *c)) for c in configs}
-    best = min(times, key=times.__getitem__)
-    result = {"aiter_fp8": times[best], "aiter_config": best}
-    if quant == 1:
-        from aiter_wheel import import_triton_module
-
-        flatten = import_triton_module(folder, "fused_fp8_quant").fused_flatten_fp8_group_quant
-
-        def both(i: int) -> None:
-            launch(x, weights[i], case.scale, out, *best)
-            flatten(out, 128, torch.float8_e4m3fn)
-
-        result["aiter_fp8_then_aiter_flatten"] = per_layer_us(both)
-    return result
-
-
 def compile_table(runs: list[tuple[str, str, str, str]]) -> None:
     """Compile on all cores what the table chooses for `runs`, with and without early launch."""
     variants = set()
@@ -492,7 +275,3 @@ def main() -> None:
             torch.cuda.empty_cache()
     if args.search:
         write_table(results, args.out / "tuning_h200.py")
-
-
-if __name__ == "__main__":
-    main()
