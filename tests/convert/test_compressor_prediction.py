@@ -104,3 +104,16 @@ def test_other_architectures_have_none(tmp_path: Path) -> None:
     folder = tmp_path / "glm"
     assert CliRunner().invoke(app, ["synth", str(folder), "--arch", "glm_moe_dsa"]).exit_code == 0
     assert compressors(folder) == []
+
+
+def test_group_scales_are_told_of_where_a_release_transposes_them(tmp_path: Path) -> None:
+    folder = tmp_path / "blocks"
+    made = CliRunner().invoke(app, ["synth", str(folder), "--arch", "deepseek_v3", "--encoding", "fp8_block"])
+    assert made.exit_code == 0, made.output
+    for version, told in (("0.5.18", True), ("0.5.23", False)):
+        arguments = ["inspect", str(folder), "--target", "gfx950", "--target", "sm90", "--engine", f"sglang=={version}"]
+        table = CliRunner().invoke(app, arguments)
+        assert ("gfx950: activation scales: today scales_transposed (slow)" in table.output) is told
+        assert "sm90: activation scales" not in table.output
+        (scales,) = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)["group_scales"]
+        assert (scales["target"], scales["today"]["fast"], scales["prepared"]["fast"]) == ("gfx950", not told, True)

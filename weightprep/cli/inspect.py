@@ -105,7 +105,7 @@ def inspect(
     if model.recipe.nothing_to_convert is None:
         _print_table(forecasts)
     for name, pair in scales.items():
-        if pair is not None:
+        if pair is not None and not pair[0].fast:
             print(f"\n{name}: activation scales: today {_path(pair[0])}, prepared {_path(pair[1])}: {pair[0].reason}")
     if model.recipe.nothing_to_convert is not None:
         return None

@@ -104,14 +104,14 @@ def test_a_bf16_weight_is_written_batch_major_where_nothing_is_quantized(monkeyp
         assert ((out.double() - wanted).abs() <= wanted.abs() * 2.0**-8 + 1e-5 * wanted.abs().max()).all()
 
 
-@pytest.mark.parametrize(("rows", "stays"), [(4, False), (64, True), (257, True)])
+@pytest.mark.parametrize(("rows", "stays"), [(4, False), (64, False), (65, True)])
 def test_q_with_many_rows_stays_with_upstream_unless_a_runtime_is_named(
     rows: int, stays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     marker = torch.zeros(1)
-    w_kc = torch.zeros((64, 512, 192), dtype=torch.float8_e4m3fn).transpose(1, 2)
+    w_kc = torch.zeros((2, 512, 192), dtype=torch.float8_e4m3fn).transpose(1, 2)
     attn = SimpleNamespace(w_kc=w_kc, w_scale=torch.ones(()))
-    q = torch.zeros((rows, 64, 192), dtype=torch.bfloat16)
+    q = torch.zeros((rows, 2, 192), dtype=torch.bfloat16)
     for backend in (Backend.AUTO, Backend.TORCH):
         monkeypatch.setattr(runtime_hooks, "_backend", backend)
         witness.reset()
