@@ -56,7 +56,7 @@ def run(version: str) -> list[dict[str, Any]] | str | None:
     environment = servers.environment(PYTHONPATH="" if folder is None else str(folder))
     del environment["SGLANG_USE_CPU_ENGINE"]
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("hooks_in_release.py"))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
     if done.returncode == 77:
         return None
     if done.returncode:
