@@ -275,3 +275,7 @@ def main() -> None:
             torch.cuda.empty_cache()
     if args.search:
         write_table(results, args.out / "tuning_h200.py")
+
+
+if __name__ == "__main__":
+    main()
