@@ -3,8 +3,8 @@
     python3 scripts/bench_prepare_gpu.py [--layers 79] [--shards 1 8]
 
 What is timed is what the plugin does at a load once the weights are on the device: agree on the amax (the reduction
-itself is left out, one rank runs alone), quantize, split, lay out. Weights are random normal. One layer's result is
-compared with the CPU's, bit for bit. Prints JSON.
+itself is left out, one rank runs alone), quantize, split, lay out, measure the noise of some heads. Weights are random
+normal. One layer's result is compared with the CPU's, bit for bit. Prints JSON.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from weightprep.engines.sglang.quality_check import measure_noise
 from weightprep.formats import EncodedShape, Encoding
 from weightprep.recipe import ModulePlan, load_recipe, resolve
 from weightprep.transforms import Bundle, StepContext, measure_amax, run_steps
@@ -50,10 +51,11 @@ def prepare(modules: tuple[ModulePlan, ...], weights: list[torch.Tensor], heads:
         measured = [measure_amax(m.prepare, bundle, context) for m, bundle in zip(modules, bundles, strict=True)]
         packed = torch.cat([value for value in measured if value is not None])
         maxima = list(packed.split(packed.numel() // len(modules)))
-    return [
-        run_steps(module.prepare, bundle, StepContext(dims, "gfx950", amax, module.source))
-        for module, bundle, amax in zip(modules, bundles, maxima, strict=True)
-    ]
+    made = []
+    for module, bundle, amax in zip(modules, bundles, maxima, strict=True):
+        made.append(run_steps(module.prepare, bundle, StepContext(dims, "gfx950", amax, module.source)))
+        measure_noise(bundle, made[-1], NOPE + V, module.source)
+    return made
 
 
 def bits(bundle: Bundle) -> list[torch.Tensor]:

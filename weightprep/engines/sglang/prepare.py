@@ -101,7 +101,7 @@ class Preparation:
         rows_per_head = self.plan.dims["nope"] + self.plan.dims["v"]
         for (module, before), (prepared, origin) in zip(touched, self._made(modules), strict=True):
             name = module.plan.source
-            self.noise[name] = measure_noise(module, module.source(self.block), prepared, rows_per_head)
+            self.noise[name] = measure_noise(module.source(self.block), prepared, rows_per_head, name)
             _bind(module.owner, _into_storage(prepared, before, module))
             self.origins[name] = origin
 

@@ -10,7 +10,6 @@ import math
 
 import torch
 
-from weightprep.engines.sglang.modules import LiveModule
 from weightprep.formats import EncodedShape, Encoding
 from weightprep.formats.e4m3 import decode_e4m3fn
 from weightprep.transforms import Bundle, StepContext
@@ -24,16 +23,17 @@ _HEADS = 4
 
 
 @torch.no_grad()
-def measure_noise(module: LiveModule, source: Bundle, prepared: Bundle, rows_per_head: int) -> torch.Tensor:
+def measure_noise(source: Bundle, prepared: Bundle, rows_per_head: int, name: str) -> torch.Tensor:
     """Sums of squares of signal and noise of some heads, float64 [2] on the weights' device.
 
     :param source: the linear's weight as the loader left it, these rows of kv_b_proj
     :param prepared: w_kc, w_vc and their scales, made of it or taken from a sidecar
+    :param name: the module's, for errors
     """
-    heads = module.local_heads(rows_per_head)
+    heads = source.encoded.rows // rows_per_head
     sums = torch.zeros(2, dtype=torch.float64, device=source["weight"].device)
     for head in range(0, heads, max(1, heads // _HEADS)):
-        wanted = _source_rows(source, head * rows_per_head, (head + 1) * rows_per_head, module.plan.source)
+        wanted = _source_rows(source, head * rows_per_head, (head + 1) * rows_per_head, name)
         noise = _prepared_rows(prepared, head, wanted.shape) - wanted
         sums += torch.stack([wanted.double().square().sum(), noise.double().square().sum()])
     return sums
