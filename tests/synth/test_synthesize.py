@@ -229,6 +229,7 @@ def test_size_is_reached_by_experts_without_memory(tmp_path):
 
 PUBLISHED_KV_B = {
     "glm_moe_dsa": (28672, 512),
+    "deepseek_v2": (32768, 512),
     "deepseek_v2_lite": (4096, 512),
     "deepseek_v3": (32768, 512),
     "deepseek_v32": (32768, 512),
