@@ -56,7 +56,8 @@ def ray_cluster() -> Iterator[None]:
     try:
         _check_answers(os.environ.get("RAY_ADDRESS", ""))
         ray.init(address="auto", configure_logging=False, log_to_driver=False)
-    except (OSError, RuntimeError, ValueError) as error:
+    except Exception as error:
+        # Ray says by exceptions of every kind, the plain one among them, that it cannot connect.
         raise EngineError(
             "--executor ray",
             found=f"no Ray cluster that answers ({_first_line(error)})",
@@ -129,7 +130,8 @@ class RayRunner:
         except BaseException:
             for reference in running:
                 ray.cancel(reference, force=True)
-            ray.wait(list(running), num_returns=len(running), timeout=_LEAVE_SECONDS)
+            if running:
+                ray.wait(list(running), num_returns=len(running), timeout=_LEAVE_SECONDS)
             raise
 
     def _finish(self, job: ShardJob, reference: Any) -> None:
