@@ -308,6 +308,7 @@ def test_sglang_reads_every_config(tmp_path):
     assert [line.split() for line in done.stdout.splitlines()[-len(names) :]] == [
         ["GlmMoeDsaForCausalLM", "fp8", "8", "512"],
         ["DeepseekV2ForCausalLM", "fp8", "8", "512"],
+        ["DeepseekV2ForCausalLM", "fp8", "8", "512"],
         ["DeepseekV3ForCausalLM", "quark", "8", "512"],
         ["DeepseekV32ForCausalLM", "fp8", "8", "512"],
         ["DeepseekV3ForCausalLM", "fp8", "8", "512"],

@@ -93,6 +93,13 @@ DEEPSEEK_V4 = Architecture(
         "max_position_embeddings": 1048576,
         "rope_theta": 10000,
         "compress_rope_theta": 160000,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 16,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": 65536,
+        },
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.5,
         "scoring_func": "sqrtsoftplus",
