@@ -268,6 +268,22 @@ def test_transformers_loads_it_and_misses_nothing_but_nextn(tmp_path, name, next
         assert torch.isfinite(model(input_ids=torch.arange(8)[None]).logits).all()
 
 
+@pytest.mark.parametrize(
+    ("name", "encoding", "told", "stored"),
+    [
+        ("deepseek_v4", "fp8_block_fp4_experts", "fp4", "I8"),
+        ("deepseek_v4", "fp8_block", "fp8", "F8_E4M3"),
+        ("deepseek_v4", "bf16", None, "BF16"),
+        ("deepseek_v3", "fp8_block", None, "F8_E4M3"),
+    ],
+)
+def test_deepseek_v4_tells_the_dtype_of_its_experts(tmp_path, name, encoding, told, stored):
+    synthesize(tmp_path, name, layers=2, encoding=encoding)
+    assert json.loads((tmp_path / "config.json").read_text()).get("expert_dtype") == told
+    found = listed(Checkpoint.open(tmp_path))
+    assert {dtype for key, (dtype, _) in found.items() if ".experts." in key and key.endswith(".weight")} == {stored}
+
+
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
 def test_every_config_is_one_that_transformers_reads(tmp_path, name):
     synthesize(tmp_path, name, layers=1, shards=1)

@@ -6,6 +6,7 @@ Names and shapes follow the parameters of transformers' model and its map from c
 
 from __future__ import annotations
 
+from weightprep.formats.encoding import Encoding
 from weightprep.synth.layout import Architecture, Kind, LayerKind, Row
 from weightprep.synth.mla import COMMON_KEYS
 
@@ -139,4 +140,5 @@ DEEPSEEK_V4 = Architecture(
     ),
     extra_sizes={"one": 1, "three": 3, "four": 4, "ratio_128": 128},
     fp8_lists_kept=False,
+    expert_dtypes={Encoding.MXFP4: "fp4", Encoding.FP8_BLOCK: "fp8"},
 )

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from weightprep.formats.encoding import Encoding
+
 __all__ = ["Architecture", "Kind", "LayerKind", "Row", "Tensor", "sizes", "tensors"]
 
 
@@ -80,6 +82,8 @@ class Architecture:
     :param extra_sizes: further sizes that rows name
     :param wrapper: config.json of a wrapper model, whose `text_config` the model's own becomes
     :param fp8_lists_kept: whether its fp8 checkpoints list the modules that they keep
+    :param expert_dtypes: what its config calls the encoding of its experts, under `expert_dtype`; empty where it has no
+        such key
     """
 
     name: str
@@ -93,6 +97,7 @@ class Architecture:
     fp8_lists_kept: bool = True
     nextn_prefix: str | None = None
     extra_sizes: Mapping[str, int] = field(default_factory=dict)
+    expert_dtypes: Mapping[Encoding, str] = field(default_factory=dict)
 
 
 def sizes(architecture: Architecture, config: Mapping[str, object]) -> dict[str, int]:

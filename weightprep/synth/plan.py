@@ -58,6 +58,9 @@ def make_config(
         config["indexer_types"] = ["shared" if max(i - offset + 1, 0) % freq else "full" for i in range(layers)]
     if "compress_ratios" in config:
         config["compress_ratios"] = [4 if i % 2 else 128 for i in range(layers)]
+    experts = encoding.expert.encoding
+    if experts is not None and experts in architecture.expert_dtypes:
+        config["expert_dtype"] = architecture.expert_dtypes[experts]
     config.update(overrides)
     return config if size is None else _grow(architecture, encoding, config, size, overrides)
 

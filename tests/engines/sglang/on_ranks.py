@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -240,12 +241,9 @@ def report(state: Any, path: Path, folder: Path, extra: dict[str, Any] | None = 
     return document
 
 
-def report_and_log(
-    state: Any, path: Path, folder: Path, extra: dict[str, Any] | None = None
-) -> tuple[dict[str, Any], list[str]]:
-    """The startup report of a load, and what weightprep logged meanwhile."""
-    import logging
-
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What weightprep logs meanwhile, from level info on."""
     messages: list[str] = []
 
     class Keep(logging.Handler):
@@ -256,9 +254,17 @@ def report_and_log(
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        return report(state, path, folder, extra), messages
+        yield messages
     finally:
         logger.removeHandler(handler)
+
+
+def report_and_log(
+    state: Any, path: Path, folder: Path, extra: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], list[str]]:
+    """The startup report of a load, and what weightprep logged meanwhile."""
+    with logged() as messages:
+        return report(state, path, folder, extra), messages
 
 
 def report_of_zero_dummies(state: Any, path: Path, folder: Path) -> tuple[dict[str, Any], list[str]]:

@@ -128,7 +128,3 @@ def test_startup_checks_gate_weights_only_where_the_path_is_on(report: Any) -> N
     assert report["warned"]
     assert not report["left_alone"]
     assert "1 contract violation" in report["raised"]
-
-
-def test_the_load_format_takes_a_model_with_nothing_to_convert(report: Any) -> None:
-    assert report["loaded"]

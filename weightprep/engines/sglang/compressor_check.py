@@ -36,6 +36,11 @@ def start_compressors(
     :raises ModelContractError: a tensor breaks its contract where the direct path is on
     """
     found = Counter(module.ratio for _, module in _compressors(model))
+    if not found and hasattr(getattr(model, "model", None), "decoder"):
+        # a draft: its one layer attends to every token
+        path = CompressorPath(False, "the NextN layer has no compressor")
+        logger.info("weightprep: %s on %s: %s", type(model).__name__, target, path.reason)
+        return path
     if not found:
         raise EngineError(
             type(model).__name__,
