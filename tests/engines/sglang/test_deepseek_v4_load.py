@@ -53,10 +53,10 @@ def load(rank: Ranks, source: Source) -> Load:
     """Each model is loaded once."""
 
     @functools.cache
-    def once(encoding: str, load_format: str = "weightprep", draft: bool = False) -> Loaded:
+    def once(encoding: str, load_format: str, draft: bool) -> Loaded:
         return rank.run(deepseek_v4_loads.load, source(encoding), load_format, draft)[0]  # type: ignore[no-any-return]
 
-    return once
+    return lambda encoding, load_format="weightprep", draft=False: once(encoding, load_format, draft)
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
