@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weightprep.cli.next_steps import next_steps
 from weightprep.cli.output import DEFAULT_WORKERS, command, print_json, say
 from weightprep.cli.plan import plan_document, plan_lines, show_plan
 from weightprep.convert.options import ConvertOptions, Executor, Layout, LinkMode, Part
@@ -177,7 +178,5 @@ def _show_result(plan: ConversionPlan, result: Result, seconds: float, *, as_jso
     if result.placed.get("hard"):
         say(f"{result.placed['hard']} shard(s) are hard links: writing into one in place changes the source as well;")
         say("  --link copy, or reflink where the file system has it, shares nothing")
-    say(f"next: weightprep verify {plan.options.source} {plan.options.destination}")
-    say(f"then: sglang serve --model-path {plan.options.destination} --load-format weightprep")
-    if plan.options.layout is Layout.INLINE:
-        say("      sglang without weightprep loads this checkpoint as well: leave --load-format out")
+    for line in next_steps(plan):
+        say(line)

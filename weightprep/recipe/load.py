@@ -7,6 +7,7 @@ directory comes first, named by the environment variable WEIGHTPREP_RECIPES.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -16,17 +17,26 @@ from weightprep.recipe.check import check_recipe
 from weightprep.recipe.recipe import Recipe
 from weightprep.recipe.yaml_file import read_yaml
 
-__all__ = ["find_recipe", "list_recipes", "load_recipe", "recipe_directories"]
+__all__ = ["find_recipe", "list_recipes", "load_recipe", "recipe_directories", "shipped_architectures"]
 
 USER_DIRECTORY = "WEIGHTPREP_RECIPES"
 
 
 def recipe_directories() -> tuple[Path, ...]:
     """Existing directories in which recipes are looked up, first match first."""
-    package = Path(__file__).resolve().parent.parent
     user = os.environ.get(USER_DIRECTORY)
-    candidates = [*([Path(user)] if user else []), package / "configs", package.parent / "configs"]
-    return tuple(directory for directory in candidates if directory.is_dir())
+    return (*((Path(user),) if user and Path(user).is_dir() else ()), *_shipped_directories())
+
+
+def _shipped_directories() -> tuple[Path, ...]:
+    package = Path(__file__).resolve().parent.parent
+    return tuple(path for path in (package / "configs", package.parent / "configs") if path.is_dir())
+
+
+def shipped_architectures() -> frozenset[str]:
+    """Entries of config.json's `architectures` that a recipe of weightprep's own names; sglang has a class for each."""
+    files = _files(_shipped_directories()).values()
+    return frozenset(name for path in files for name in _parse(path).architectures)
 
 
 def list_recipes() -> tuple[Recipe, ...]:
@@ -73,9 +83,9 @@ def find_recipe(architecture: str, model_type: str | None = None) -> Recipe:
     return recipes[0]
 
 
-def _files() -> dict[str, Path]:
+def _files(directories: Iterable[Path] | None = None) -> dict[str, Path]:
     files: dict[str, Path] = {}
-    for directory in recipe_directories():
+    for directory in recipe_directories() if directories is None else directories:
         for path in sorted(directory.glob("*.yaml")):
             files.setdefault(path.stem, path)
     return files

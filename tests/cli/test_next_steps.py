@@ -1,0 +1,66 @@
+"""What convert prints last is pasted: each line must work as it stands."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weightprep.synth import synthesize
+
+RECIPES = Path(__file__).parents[2] / "configs"
+MAY_LEAVE_OUT = "sglang without weightprep loads this checkpoint as well"
+
+
+def convert(folder: Path, *options: str) -> list[str]:
+    """The last lines of a conversion of `folder`/src to `folder`/dst, run in `folder`."""
+    command = [sys.executable, "-m", "weightprep", "convert", "src", "dst", *options]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    return done.stderr.splitlines()
+
+
+def line(lines: list[str], start: str) -> list[str]:
+    (found,) = [text for text in lines if text.startswith(start)]
+    return shlex.split(found.removeprefix(start))
+
+
+def own_recipe(folder: Path) -> None:
+    """A checkpoint of an architecture that no recipe of weightprep's own names, and a recipe file for it."""
+    synthesize(folder / "src", layers=2, shards=1)
+    config = folder / "src" / "config.json"
+    config.write_text(config.read_text().replace("GlmMoeDsaForCausalLM", "FooForCausalLM"))
+    text = (RECIPES / "glm_moe_dsa.yaml").read_text()
+    text = text.replace("name: glm_moe_dsa", "name: foo").replace("GlmMoeDsaForCausalLM", "FooForCausalLM")
+    (folder / "foo.yaml").write_text(text)
+
+
+def test_a_recipe_file_goes_into_both_lines(tmp_path: Path) -> None:
+    own_recipe(tmp_path)
+    lines = convert(tmp_path, "--recipe", "foo.yaml", "--nextn", "keep", "--precision", "decoder=fp8")
+
+    program, *arguments = line(lines, "next: ")
+    assert program == "weightprep"
+    done = subprocess.run([sys.executable, "-m", program, *arguments], cwd=tmp_path, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    serve = line(lines, "then: ")
+    assert json.loads(serve[serve.index("--model-loader-extra-config") + 1]) == {
+        "recipe": str(tmp_path / "foo.yaml"),
+        "precision": {"decoder": "fp8"},
+        "nextn": "keep",
+    }
+    # sglang has no class of this name
+    assert not any(MAY_LEAVE_OUT in text for text in lines)
+
+
+@pytest.mark.parametrize("options", [(), ("--recipe", "glm_moe_dsa")])
+def test_a_known_architecture(tmp_path: Path, options: tuple[str, ...]) -> None:
+    synthesize(tmp_path / "src", layers=2, shards=1)
+    lines = convert(tmp_path, *options)
+    assert line(lines, "next: ") == ["weightprep", "verify", "src", "dst"]
+    serve = line(lines, "then: ")
+    assert ("--model-loader-extra-config" in serve) == bool(options)
+    assert any(MAY_LEAVE_OUT in text for text in lines)
