@@ -1,13 +1,17 @@
 """Counts of the kernel paths that calls really took, because a gate that misses makes no error, only a slow layer.
 
 A path is a short name such as ``absorb_v/triton/fp8/fp8_group``. A path that was wanted but not taken is counted under
-its own name with the reason. Inside a captured CUDA graph a call is counted once, when it is captured.
+its own name with the reason. Inside a captured CUDA graph a call is counted once, when it is captured. Python that
+torch.compile traces counts nothing, since Dynamo can neither take the lock nor repeat the count; weightprep's custom
+operators are opaque to it, and count each of their calls in compiled code too.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from threading import Lock
+
+import torch
 
 __all__ = ["count", "counts", "decline", "declined", "reset"]
 
@@ -17,13 +21,17 @@ _lock = Lock()
 
 
 def count(path: str) -> None:
-    """One more call went through `path`."""
+    """One more call went through `path`; nothing while torch.compile traces the caller."""
+    if torch.compiler.is_compiling():
+        return
     with _lock:
         _taken[path] += 1
 
 
 def decline(path: str, reason: str) -> None:
-    """One more call that `path` was meant for went elsewhere, for `reason`."""
+    """One more call that `path` was meant for went elsewhere, for `reason`; nothing while torch.compile traces the caller."""
+    if torch.compiler.is_compiling():
+        return
     with _lock:
         _declined[path, reason] += 1
 
