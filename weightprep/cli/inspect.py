@@ -53,6 +53,7 @@ def inspect(
     from weightprep.cli.convert import parse_precision
     from weightprep.contracts.scale_gates import predict_scales
     from weightprep.convert.compressor_prediction import forecast_compressors
+    from weightprep.convert.coverage import unclaimed_modules, why_unclaimed
     from weightprep.convert.options import ConvertOptions
     from weightprep.convert.planner import plan_model
     from weightprep.convert.prediction import forecast
@@ -61,6 +62,7 @@ def inspect(
     checkpoint = open_headers(src)
     options = ConvertOptions(src, src, recipe=recipe, precision=parse_precision(precision))
     model = plan_model(checkpoint, options)
+    unclaimed = unclaimed_modules(model, checkpoint.tensors)
     forecasts = [layer for name in target or ["gfx950"] for layer in forecast(checkpoint, model, name, version)]
     compressors = [kind for name in target or ["gfx950"] for kind in forecast_compressors(checkpoint, name, version)]
     in_blocks = checkpoint.config.weight_block_size is not None
@@ -84,6 +86,7 @@ def inspect(
                 "dtypes": dict(sorted(dtypes.items())),
                 "sidecar": sidecar,
                 "nothing_to_convert": model.recipe.nothing_to_convert,
+                "passed": [{"module": name, "reason": why_unclaimed(model)} for name in unclaimed],
                 "layers": [_describe(layer) for layer in forecasts],
                 "compressors": [_describe_compressors(kind) for kind in compressors],
                 "group_scales": [
@@ -104,6 +107,8 @@ def inspect(
         _print_compressors(compressors)
     if model.recipe.nothing_to_convert is None:
         _print_table(forecasts)
+    for name in unclaimed:
+        print(f"{name}: {why_unclaimed(model)}")
     for name, pair in scales.items():
         if pair is not None and not pair[0].fast:
             print(f"\n{name}: activation scales: today {_path(pair[0])}, prepared {_path(pair[1])}: {pair[0].reason}")

@@ -29,6 +29,7 @@ def plan_lines(plan: ConversionPlan) -> list[str]:
         lines.append(f"  exclude entries that name nothing in this checkpoint, {len(plan.unmatched_excludes)}: {shown}")
     for module in plan.passed:
         lines.append(f"  passes {module.source.module}: {module.reason}")
+    lines += [f"  {name}: {why}" for name, why in _unclaimed(plan)]
     for absent in plan.absent:
         lines.append(f"  not in this checkpoint: {absent.source}")
     for path in plan.left_behind:
@@ -64,7 +65,10 @@ def plan_document(plan: ConversionPlan) -> dict[str, Any]:
             }
             for job in plan.modules
         ],
-        "passed": [{"module": module.source.module, "reason": module.reason} for module in plan.passed],
+        "passed": [
+            *({"module": module.source.module, "reason": module.reason} for module in plan.passed),
+            *({"module": name, "reason": why} for name, why in _unclaimed(plan)),
+        ],
         "absent": [module.source for module in plan.absent],
         "left_behind": [str(path) for path in plan.left_behind],
         "unmatched_excludes": list(plan.unmatched_excludes),
@@ -77,6 +81,13 @@ def plan_document(plan: ConversionPlan) -> dict[str, Any]:
         "bytes": sum(job.nbytes for job in plan.jobs),
         "needed_bytes": needed_bytes(plan),
     }
+
+
+def _unclaimed(plan: ConversionPlan) -> list[tuple[str, str]]:
+    """Each module that no layer group names, and what to say of it."""
+    from weightprep.convert.coverage import why_unclaimed
+
+    return [(name, why_unclaimed(plan.model)) for name in plan.unclaimed]
 
 
 def _nothing_reason(plan: ConversionPlan) -> str:
@@ -108,6 +119,8 @@ def show_plan(plan: ConversionPlan, *, as_json: bool) -> None:
         return
     if not plan.modules:
         print(f"nothing to convert: {_nothing_reason(plan)}")
+        for name, why in _unclaimed(plan):
+            print(f"  {name}: {why}")
         say(f"no destination is written; {plan.options.source} can be used as it is")
         return
     for line in plan_lines(plan):

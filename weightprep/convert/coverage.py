@@ -2,20 +2,20 @@
 
 A config.json without num_nextn_predict_layers, or with too small a num_hidden_layers, plans fewer layers than the
 checkpoint has. The rest would be served unprepared, and no one would be told. A recipe that does not name NextN layers
-leaves them on purpose, and layers that follow the decoder's are then no fault.
+leaves them on purpose, or has forgotten them: layers that follow the decoder's are then no fault, and are named.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from weightprep.errors import RecipeError
 from weightprep.formats.encoding import FOREIGN_SUFFIXES, WEIGHT_SUFFIXES
 from weightprep.recipe import ModelPlan
 from weightprep.recipe.resolve import NEXTN_GROUP
 
-__all__ = ["check_coverage"]
+__all__ = ["check_coverage", "unclaimed_modules", "why_unclaimed"]
 
 _SUFFIXES = (*WEIGHT_SUFFIXES, *FOREIGN_SUFFIXES)
 _SHOWN = 3
@@ -28,9 +28,8 @@ def check_coverage(model: ModelPlan, tensors: Iterable[str]) -> None:
     :raises RecipeError: a module fits a source pattern of the recipe and is of no layer that config.json counts
     """
     pattern = _pattern(model)
-    modules = (name.removesuffix(suffix) for name in tensors for suffix in _SUFFIXES if name.endswith(suffix))
-    present = {module: None for module in modules if pattern.fullmatch(module)}
-    planned = {*(plan.source for plan in model.modules), *model.kept}
+    present = {module: None for module in _modules(tensors) if pattern.fullmatch(module)}
+    planned = _planned(model)
     outside = [module for module in present if module not in planned]
     if outside:
         shown = ", ".join(outside[:_SHOWN]) + (f" and {len(outside) - _SHOWN} more" if len(outside) > _SHOWN else "")
@@ -41,6 +40,30 @@ def check_coverage(model: ModelPlan, tensors: Iterable[str]) -> None:
             remedy="correct num_hidden_layers and num_nextn_predict_layers in config.json (take the file from the "
             "model's repository again); what is not counted would be served as it is",
         )
+
+
+def unclaimed_modules(model: ModelPlan, tensors: Iterable[str]) -> tuple[str, ...]:
+    """Modules called like those of the recipe, wherever they are in the model, that no layer group of it names.
+
+    :param tensors: names of the checkpoint's tensors
+    """
+    kinds = [module.source.rpartition("{prefix}")[2] for module in model.recipe.modules.values()]
+    pattern = re.compile("|".join(rf".+{_any_number(kind)}" for kind in dict.fromkeys(kinds)) or r"(?!)")
+    planned = _planned(model)
+    return tuple(dict.fromkeys(name for name in _modules(tensors) if name not in planned and pattern.fullmatch(name)))
+
+
+def why_unclaimed(model: ModelPlan) -> str:
+    """What to say of each of :func:`unclaimed_modules`."""
+    return f"no layer group of recipe {model.recipe.name} names this layer; stays as it is"
+
+
+def _modules(tensors: Iterable[str]) -> Iterator[str]:
+    return (name.removesuffix(suffix) for name in tensors for suffix in _SUFFIXES if name.endswith(suffix))
+
+
+def _planned(model: ModelPlan) -> frozenset[str]:
+    return frozenset((*(plan.source for plan in model.modules), *model.kept))
 
 
 def _pattern(model: ModelPlan) -> re.Pattern[str]:

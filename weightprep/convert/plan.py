@@ -150,6 +150,7 @@ class ConversionPlan:
     :param absent: modules of layers that this checkpoint does not have
     :param left_behind: files of the source that do not come along
     :param unmatched_excludes: entries of the checkpoint's own exclude lists that name nothing in it
+    :param unclaimed: modules of a kind that the recipe names, in layers that it does not
     """
 
     options: ConvertOptions
@@ -164,6 +165,7 @@ class ConversionPlan:
     absent: tuple[ModulePlan, ...]
     left_behind: tuple[Path, ...]
     unmatched_excludes: tuple[str, ...] = ()
+    unclaimed: tuple[str, ...] = ()
 
     @cached_property
     def modules(self) -> tuple[ModuleJob, ...]:
@@ -178,14 +180,8 @@ class ConversionPlan:
 
     @cached_property
     def precision(self) -> str | dict[str, str] | None:
-        """By layer group, however it was asked for; as asked where the modules of one group differ."""
-        chosen: dict[str, set[str]] = {}
-        for plan in self.model.modules:
-            chosen.setdefault(plan.group, set()).add(plan.precision)
-        if any(len(names) > 1 for names in chosen.values()):
-            asked = self.options.precision
-            return dict(asked) if isinstance(asked, Mapping) else asked
-        return {group: name for group, names in chosen.items() for name in names}
+        """As a manifest records it, see ModelPlan.precision."""
+        return self.model.precision(self.options.precision)
 
     @cached_property
     def identity(self) -> str:

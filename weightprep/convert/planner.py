@@ -11,7 +11,7 @@ from weightprep.checkpoint.manifest import MANIFEST_NAME
 from weightprep.checkpoint.reader import SourceModule, find_module
 from weightprep.checkpoint.repository import INDEX_NAME, Checkpoint
 from weightprep.checkpoint.writer import describe
-from weightprep.convert.coverage import check_coverage
+from weightprep.convert.coverage import check_coverage, unclaimed_modules
 from weightprep.convert.inline import inline_jobs, inline_texts
 from weightprep.convert.options import PARTIAL_SUFFIX, SIDECAR_DIR, ConvertOptions, Layout
 from weightprep.convert.plan import ConversionPlan, Fate, ModuleJob, PassedModule, SourceStamp, TensorFate
@@ -81,7 +81,9 @@ def plan_contents(options: ConvertOptions, headers: Checkpoint | None = None) ->
     names = _module_names(checkpoint, model, [source.module for _, source in todo])
     overridden = overridden_entries(checkpoint.config, names)
     unmatched = read_exclude_list(checkpoint.config, names.nextn_prefixes).unmatched(checkpoint.tensors)
-    scale = storage_for(checkpoint.config) if todo and options.layout is Layout.INLINE else _SIDECAR_SCALE
+    consumed = {ref.name for _, source in todo for ref in (source.weight, source.scale) if ref is not None}
+    kept = [name for name in checkpoint.tensors if name not in consumed]
+    scale = storage_for(checkpoint.config, kept) if todo and options.layout is Layout.INLINE else _SIDECAR_SCALE
     jobs = [_job(plan, source, model.dims, scale, overridden.get(source.module)) for plan, source in todo]
     if options.layout is Layout.INLINE:
         shards = inline_jobs(checkpoint, jobs)
@@ -105,6 +107,7 @@ def plan_contents(options: ConvertOptions, headers: Checkpoint | None = None) ->
         absent=tuple(absent),
         left_behind=tuple(left),
         unmatched_excludes=tuple(entry.text for entry in unmatched),
+        unclaimed=unclaimed_modules(model, checkpoint.tensors),
     )
 
 
