@@ -213,6 +213,47 @@ def test_compressed_tensors_in_a_wrapper(tmp_path: Path) -> None:
     assert read.config_groups["weightprep"].weights.strategy == "tensor"
 
 
+@pytest.mark.parametrize(("model", "encoding"), [("kimi_k25", "int4_experts"), ("deepseek_v3", "fp8_block")])
+def test_compression_config_is_edited_as_its_twin_is(tmp_path: Path, model: str, encoding: str) -> None:
+    """sglang reads it where there is no quantization_config, and a new one would hide it."""
+    twins = []
+    for name in ("usual", "renamed"):
+        (tmp_path / name).mkdir()
+        source = synthesize(tmp_path / name / "src", model, layers=2, encoding=encoding)
+        if name == "renamed":
+            config = json.loads((source / "config.json").read_text())
+            holder = config if "quantization_config" in config else config["text_config"]
+            config["compression_config"] = holder.pop("quantization_config")
+            (source / "config.json").write_text(json.dumps(config))
+        twins.append(convert(source, "--requantize"))
+
+    (usual, expected), (renamed, destination) = twins
+
+    made = renamed.pop("compression_config")
+    assert made == (usual if "quantization_config" in usual else usual["text_config"])["quantization_config"]
+    assert "quantization_config" not in {**renamed, **renamed.get("text_config", {})}
+    names = json.loads((expected / "model.safetensors.index.json").read_text())["weight_map"]
+    assert names == json.loads((destination / "model.safetensors.index.json").read_text())["weight_map"]
+
+
+@pytest.mark.parametrize(("model", "encoding"), [("kimi_k25", "int4_experts"), ("deepseek_v3", "fp8_block")])
+def test_quantized_tensors_that_no_config_declares_are_refused_inline(
+    tmp_path: Path, model: str, encoding: str
+) -> None:
+    source = synthesize(tmp_path / "src", model, layers=2, encoding=encoding)
+    config = json.loads((source / "config.json").read_text())
+    (config if "quantization_config" in config else config["text_config"]).pop("quantization_config")
+    (source / "config.json").write_text(json.dumps(config))
+
+    result = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "dst"), "--requantize"])
+    assert result.exit_code == 2
+    assert "a quantized tensor beside it: " in result.stderr
+    assert "--layout sidecar" in result.stderr
+    assert not (tmp_path / "dst").exists()
+
+    convert(source, "--requantize", "--layout", "sidecar")
+
+
 def test_hf_quant_config_alone_is_refused_inline(tmp_path: Path) -> None:
     source = synthesize(tmp_path / "src", layers=2)
     (source / "hf_quant_config.json").write_text(

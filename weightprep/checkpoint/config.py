@@ -1,7 +1,7 @@
 """config.json and hf_quant_config.json as data: the only two files that say what the tensors are meant to be.
 
 A wrapper model (Kimi K2.5, K2.6) keeps the language model's settings, the quantization_config included, under
-`text_config`.
+`text_config`; older compressed-tensors checkpoints call it `compression_config`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,23 @@ from types import MappingProxyType
 from weightprep.checkpoint.json_file import read_object
 from weightprep.errors import CheckpointError
 
-__all__ = ["CONFIG_NAME", "HF_QUANT_CONFIG_NAME", "ModelConfig", "read_config", "read_config_files"]
+__all__ = [
+    "CONFIG_NAME",
+    "HF_QUANT_CONFIG_NAME",
+    "ModelConfig",
+    "find_quantization",
+    "read_config",
+    "read_config_files",
+]
 
 CONFIG_NAME = "config.json"
 HF_QUANT_CONFIG_NAME = "hf_quant_config.json"
 
 # An expanded exclude list of a 1.5 TB model takes about 100 kB.
 MAX_CONFIG_BYTES = 64 * 2**20
+
+# sglang takes the first of these that is there (model_loader/checkpoint_quantization.py).
+_QUANTIZATION = (("quantization_config",), ("text_config", "quantization_config"), ("compression_config",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +39,7 @@ class ModelConfig:
 
     :param raw: all of config.json, key order kept
     :param architectures: its `architectures`, empty where it has none
-    :param quantization: its quantization_config, from `text_config` where a wrapper keeps it there
+    :param quantization: its quantization_config, wherever :func:`find_quantization` finds it
     :param hf_quant_config: all of hf_quant_config.json (modelopt writes its exclude list there), None without one
     """
 
@@ -45,6 +55,20 @@ class ModelConfig:
         if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
             return None
         return block[0], block[1]
+
+
+def find_quantization(raw: Mapping[str, object]) -> tuple[str, object]:
+    """The dotted key of config.json under which the quantization of the model stands, and what stands there.
+
+    The object is the one in `raw`, not a copy. Where there is none: `quantization_config` and None.
+    """
+    for path in _QUANTIZATION:
+        value: object = raw
+        for key in path:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value:
+            return ".".join(path), value
+    return "quantization_config", None
 
 
 def read_config(root: Path) -> ModelConfig:
@@ -69,9 +93,9 @@ def read_config_files(path: Path, hf_quant_config_path: Path | None) -> ModelCon
     text = raw.get("text_config") or {}
     if not isinstance(text, dict):
         raise _wrong_type(path, "text_config", text, "an object")
-    quantization = raw.get("quantization_config") or text.get("quantization_config") or None
+    key, quantization = find_quantization(raw)
     if not isinstance(quantization, dict | None):
-        raise _wrong_type(path, "quantization_config", quantization, "an object")
+        raise _wrong_type(path, key, quantization, "an object")
     return ModelConfig(MappingProxyType(raw), tuple(architectures), quantization, hf_quant_config)
 
 

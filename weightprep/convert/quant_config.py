@@ -11,17 +11,19 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
-from weightprep.checkpoint.config import ModelConfig
+from weightprep.checkpoint.config import ModelConfig, find_quantization
 from weightprep.checkpoint.exclude import EXCLUDE_KEYS, ExcludeEntry, ExcludeList, draft_names, read_exclude_list
 from weightprep.convert.runtime_names import names_to_exclude, towers, unwrapped
 from weightprep.errors import CheckpointError
+from weightprep.formats.encoding import SCALE_SUFFIXES
 
 __all__ = ["Modules", "StoredScale", "edit_config", "edit_hf_quant_config", "overridden_entries", "storage_for"]
 
 # The fp8 block form that is written where the checkpoint has no quantization_config to follow.
 _DEFAULT_BLOCK = (128, 128)
+_QUANTIZED_SUFFIXES = (*SCALE_SUFFIXES, ".weight_packed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +76,29 @@ class Modules:
         return unwrapped(names, self.wrapper_prefix)
 
 
-def storage_for(config: ModelConfig) -> StoredScale:
+def storage_for(config: ModelConfig, kept: Iterable[str]) -> StoredScale:
     """The form in which the checkpoint's own config lets a per-tensor fp8 scale be found.
 
-    :raises CheckpointError: it has no such form
+    :param kept: names of the tensors that the conversion leaves as they are
+    :raises CheckpointError: it has no such form, or it says nothing of the quantized tensors among `kept`, which a
+        config that calls them unquantized would make unreadable
     """
     quantization = config.quantization
+    key, _ = find_quantization(config.raw)
     if quantization is None and config.hf_quant_config is None:
+        quantized = next((name for name in kept if name.endswith(_QUANTIZED_SUFFIXES)), None)
+        if quantized is not None:
+            raise CheckpointError(
+                f"config.json: {key}",
+                found=f"none, and a quantized tensor beside it: {quantized}",
+                wanted="a config that says how the source is quantized, to add converted tensors to it",
+                remedy="use --layout sidecar, which leaves the checkpoint as it is",
+            )
         return StoredScale(".weight_scale_inv", _DEFAULT_BLOCK)
     method = (quantization or {}).get("quant_method")
     if (quantization or {}).get("scale_fmt") == "ue8m0":
         raise CheckpointError(
-            "config.json: quantization_config",
+            f"config.json: {key}",
             found="scale_fmt 'ue8m0': loaders take every scale for a power of two, and round one that is not",
             wanted="scales of any value, because one scale for a whole weight is no power of two",
             remedy="use --layout sidecar, which leaves the checkpoint as it is, or leave fp8 weights as they are "
@@ -98,7 +111,7 @@ def storage_for(config: ModelConfig) -> StoredScale:
     if method == "compressed-tensors":
         return StoredScale(".weight_scale", None, (1,))
     raise CheckpointError(
-        "config.json: quantization_config" if quantization is not None else "hf_quant_config.json",
+        f"config.json: {key}" if quantization is not None else "hf_quant_config.json",
         found=f"quant_method {method!r}" + (" without a usable weight_block_size" if method == "fp8" else ""),
         wanted="none, fp8 with weight_block_size, quark or compressed-tensors, to write converted tensors inline",
         remedy="use --layout sidecar, which leaves the checkpoint as it is",
@@ -120,8 +133,7 @@ def edit_config(config: ModelConfig, modules: Modules) -> dict[str, Any]:
             "modules_to_not_convert": modules.others,
         }
         return raw
-    holder = raw if raw.get("quantization_config") else raw["text_config"]
-    quantization = holder["quantization_config"]
+    quantization = cast("dict[str, Any]", find_quantization(raw)[1])
     _take_off(quantization, config, modules)
     declare = _DECLARE.get(quantization.get("quant_method"))
     if declare is not None:

@@ -7,16 +7,15 @@ what was asked for stays with the model, not with the loader.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from sglang.srt.configs.load_config import LoadConfig, LoadFormat
 from sglang.srt.model_loader.loader import BaseModelLoader, DefaultModelLoader, get_model_loader
 
-from weightprep.checkpoint.config import ModelConfig
+from weightprep.checkpoint.config import ModelConfig, find_quantization
 from weightprep.engines.sglang.compressor_check import start_compressors
 from weightprep.engines.sglang.guard import ensure_hook
 from weightprep.engines.sglang.hardware import resolve_target
@@ -49,7 +48,7 @@ class WeightprepLoader(DefaultModelLoader):  # type: ignore[misc]  # sglang has 
         self.options, rest = split_options(load_config.model_loader_extra_config or {})
         load_config.model_loader_extra_config = rest
         load_config.load_format = _inner_format(self.options.inner)
-        self._folder: Path | None = None
+        self._source: tuple[str, str | None] | None = None
         if self.options.inner in _OWN:
             super().__init__(load_config)
         else:
@@ -67,7 +66,7 @@ class WeightprepLoader(DefaultModelLoader):  # type: ignore[misc]  # sglang has 
         with ExitStack() as stack:
             stack.enter_context(preparing(preparation))
             if self.options.inner != "dummy":
-                stack.enter_context(preparation.reading(Path(model_config.model_path)))
+                stack.enter_context(self._reading(preparation, model_config.model_path, model_config.revision))
             model: torch.nn.Module
             if self.options.inner in _OWN:
                 model = super().load_model(model_config=model_config, device_config=device_config)
@@ -90,15 +89,18 @@ class WeightprepLoader(DefaultModelLoader):  # type: ignore[misc]  # sglang has 
         known = preparation_of(model)
         with ExitStack() as stack:
             for _, preparation in known:
-                if self._folder is not None:
-                    stack.enter_context(preparation.reading(self._folder))
+                if self._source is not None:
+                    stack.enter_context(self._reading(preparation, *self._source))
             DefaultModelLoader.load_weights_and_postprocess(model, weights, target_device)
         if known:
             _check(model, weights_are_random=False, is_reload=True)
 
     def _get_weights_iterator(self, source: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        self._folder = self._folder or Path(source.model_or_path)
+        self._source = self._source or (source.model_or_path, source.revision)
         return super()._get_weights_iterator(source, **kwargs)  # type: ignore[no-any-return]
+
+    def _reading(self, preparation: Preparation, model: str, revision: str | None) -> AbstractContextManager[None]:
+        return preparation.reading(str(model), revision, self.load_config.download_dir)
 
 
 def _inner_format(inner: str) -> LoadFormat:
@@ -132,10 +134,9 @@ def _plan(options: Options, model_config: Any) -> Preparation:
     architecture = (config.get("architectures") or ["(none)"])[0]
     recipe = load_recipe(options.recipe) if options.recipe else find_recipe(architecture, config.get("model_type"))
     plan = resolve(recipe, config, precision=options.precision, nextn=options.nextn)
-    quantization = (
-        config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config") or {}
-    )
-    block = ModelConfig(config, (architecture,), quantization, None).weight_block_size
+    _, quantization = find_quantization(config)
+    stated = quantization if isinstance(quantization, Mapping) else None
+    block = ModelConfig(config, (architecture,), stated, None).weight_block_size
     target = resolve_target(options.target)
     refuse_unsound(plan, target, str(installed_version() or KNOWN[-1]))
     return Preparation(plan, options, target, block)
