@@ -17,7 +17,7 @@ from absorb_oracle import (
 
 from weightprep.errors import ContractError
 from weightprep.runtime import witness
-from weightprep.runtime.absorb import absorb_q, absorb_v
+from weightprep.runtime.absorb import absorb_into, absorb_q, absorb_v
 from weightprep.runtime.choice import ActQuant, Backend, OutQuant, Quantized
 from weightprep.runtime.scale_layout import GroupScaleLayout
 
@@ -205,6 +205,26 @@ def test_refuses(change: dict[str, object], subject: str) -> None:
     x = activations(2, int(change.pop("heads", 2)), 512, "cpu")
     with pytest.raises(ContractError, match=subject):
         absorb_v(x, weight.w, scale, **change)
+
+
+@pytest.mark.parametrize("backend", list(Backend), ids=lambda b: b.value)
+def test_fp8_activations_take_the_named_backend_or_none(backend: Backend, device: str) -> None:
+    weight = Weight.make("e4m3fn", 2, 512, 128, device)
+    x = activations(3, 2, 512, device).to(torch.float8_e4m3fn)
+    x_scale = torch.tensor([0.25], device=device)
+    out = torch.full((3, 2, 128), float("nan"), dtype=torch.bfloat16, device=device)
+    witness.reset()
+    if backend in (Backend.CUDA, Backend.AITER):
+        with pytest.raises(ContractError, match=f"backend '{backend.value}'"):
+            absorb_into(out, x, weight.w, weight.scale, x_scale=x_scale, backend=backend)
+        assert not witness.counts()
+        return
+    absorb_into(out, x, weight.w, weight.scale, x_scale=x_scale, backend=backend)
+    default = "triton" if device == "cuda" else "torch"
+    taken = default if backend is Backend.AUTO else backend.value
+    assert witness.counts() == {f"absorb/{taken}/fp8/bf16": 1}
+    # a power of two is exact
+    assert_close(out, x.float() * 0.25, weight)
 
 
 def test_witness_counts_the_path_taken() -> None:

@@ -37,7 +37,7 @@ def absorb_q(
     :param scale: one float32, 0-dim or (1,), on the device, with fp8 weights
     :param mx_scale: e8m0 bytes (H, nope / 32, rank), with packed weights
     :param w_bf16: the same weight in bf16; where the table has torch.bmm as the faster one, it is used on this copy
-    :raises ContractError: shapes, dtypes or devices do not fit together
+    :raises ContractError: shapes, dtypes or devices do not fit together, or the named backend cannot take them
     """
     check_operands(q_nope, w_kc, scale, mx_scale)
     out: torch.Tensor
@@ -103,7 +103,8 @@ def absorb_into(
     """Write the bf16 product of :func:`absorb_v` into `out` (M, H, N), of any strides with a contiguous last dimension.
 
     :param x: (M, H, K) bf16 or fp16, or fp8 with its one float32 `x_scale`
-    :raises ContractError: the tensors do not fit together
+    :param backend: with fp8 activations AUTO, TRITON or TORCH
+    :raises ContractError: the tensors do not fit together, or the named backend cannot take them
     """
     check_operands(x, w, scale, mx_scale, x_scale)
     wanted = (x.shape[0], x.shape[1], w.shape[2])

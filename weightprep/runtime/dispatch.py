@@ -43,11 +43,7 @@ def absorb(
         )
     form = form_of(out)
     config: CudaConfig | TritonConfig | BmmConfig | None
-    if x_scale is not None:
-        # Only this kernel widens fp8 activations.
-        backend = Backend.TRITON if x.is_cuda or backend is Backend.TRITON else Backend.TORCH
-        config = None if backend is Backend.TORCH else portable(x.shape[0], x.shape[2], form=form)
-    elif backend is Backend.AUTO:
+    if backend is Backend.AUTO:
         backend, config = _automatic(x, w, mx_scale, w_bf16, out, act_quant)
     else:
         config = _named(x, w, mx_scale, out, act_quant, backend)
@@ -84,6 +80,9 @@ def _automatic(
     if not x.is_cuda:
         return Backend.TORCH, None
     form = form_of(out)
+    if x.dtype in FP8_MAX:
+        # Of the kernels, only this one widens fp8 activations.
+        return Backend.TRITON, portable(x.shape[0], x.shape[2], form=form)
     if w.dtype == torch.bfloat16:
         # cuBLAS and hipBLASLt have no quantizing epilogue; without one they are the faster ones.
         fallback = portable(x.shape[0], x.shape[2], form=form)
@@ -130,8 +129,10 @@ def _named(
         reason = unsupported(x, w, mx_scale, out, config)
         if act_quant is ActQuant.GROUP:
             reason = "it does not quantize activations"
-    elif backend is Backend.AITER and (w.dtype not in FP8_MAX or out.dim() != 3 or act_quant is ActQuant.NONE):
-        reason = "aiter's kernel takes fp8 weights, quantizes activations and writes bf16"
+    elif backend is Backend.AITER and (
+        w.dtype not in FP8_MAX or x.dtype in FP8_MAX or out.dim() != 3 or act_quant is ActQuant.NONE
+    ):
+        reason = "aiter's kernel takes fp8 weights, quantizes activations that are not fp8 yet, and writes bf16"
     if reason is not None:
         raise ContractError(
             f"absorb: backend '{backend.value}'",

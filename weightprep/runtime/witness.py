@@ -29,7 +29,7 @@ def count(path: str) -> None:
 
 
 def decline(path: str, reason: str) -> None:
-    """One more call that `path` was meant for went elsewhere, for `reason`; nothing while torch.compile traces the caller."""
+    """One more call that `path` was meant for went elsewhere, for `reason`; nothing while torch.compile traces it."""
     if torch.compiler.is_compiling():
         return
     with _lock:
