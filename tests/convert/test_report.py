@@ -114,3 +114,58 @@ def test_no_manifest(tmp_path: Path) -> None:
     synthesize(tmp_path / "src")
     assert CliRunner().invoke(app, ["report", str(tmp_path / "src"), "-o", str(tmp_path / "r.html")]).exit_code == 2
     assert not (tmp_path / "r.html").exists()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a source, its conversion dst, and what that printed in run.json."""
+    root = tmp_path_factory.mktemp("made")
+    synthesize(root / "src", layers=1, shards=1)
+    converted = CliRunner().invoke(app, ["convert", str(root / "src"), str(root / "dst"), "--json"])
+    (root / "run.json").write_text(converted.stdout)
+    return root
+
+
+def refused(*arguments: object) -> str:
+    """The message of a report that cannot be made."""
+    done = CliRunner().invoke(app, ["report", *map(str, arguments)])
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: ")
+    return done.stderr
+
+
+@pytest.mark.parametrize("output", ["nosuch/page.html", "folder", "file/page.html"])
+def test_a_page_that_cannot_be_written_leaves_nothing(made: Path, tmp_path: Path, output: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    there = sorted(tmp_path.rglob("*"))
+    assert f"{tmp_path / output}: found" in refused(made / "dst", "-o", tmp_path / output)
+    assert sorted(tmp_path.rglob("*")) == there
+
+
+def test_what_is_no_result_is_told_what_was_looked_for(made: Path, tmp_path: Path) -> None:
+    message = refused(made / "src", "-o", tmp_path / "r.html")
+    assert "found neither weightprep.json nor weightprep/manifest.json" in message
+    assert "pass the directory that convert wrote" in message
+    assert "found no directory" in refused(tmp_path / "nosuch", "-o", tmp_path / "r.html")
+
+
+def test_timings_of_something_else_are_refused(made: Path, tmp_path: Path) -> None:
+    document = json.loads((made / "run.json").read_text())
+    another = json.loads((made / "run.json").read_text())
+    another["results"][0]["target_sha256"] = {"model.layers.0.self_attn.kv_b_proj.weight": "0" * 64}
+    wrong = {
+        "schema": {**document, "schema": "weightprep.verify/1"},
+        "state": {**document, "state": "planned"},
+        "placed": {**document, "placed": {"hard": "<b>"}},
+        "another conversion": another,
+    }
+    for name, content in wrong.items():
+        (tmp_path / "run.json").write_text(json.dumps(content))
+        assert name in refused(made / "dst", "-o", tmp_path / "r.html", "--run", tmp_path / "run.json")
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_help_names_the_extra() -> None:
+    done = CliRunner().invoke(app, ["report", "--help"], env={"COLUMNS": "160", "NO_COLOR": "1"})
+    assert "Needs `weightprep[report]`." in done.stdout

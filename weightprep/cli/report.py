@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Annotated
@@ -9,10 +10,9 @@ from typing import Annotated
 import typer
 
 from weightprep.cli.output import command, print_json
+from weightprep.errors import CheckpointError
 
 __all__ = ["report"]
-
-_MAX_RUN_BYTES = 64 * 2**20
 
 
 @command
@@ -22,20 +22,36 @@ def report(
     run: Annotated[Path | None, typer.Option(help="What convert --json printed, for the timings.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> int | None:
-    """Write one self-contained page: errors, ranges and dtypes of a conversion. Needs `weightprep[report]`.
+    """Write one self-contained page: errors, ranges and dtypes of a conversion. Needs `weightprep\\[report]`.
 
     Example:
 
       weightprep report GLM-5.2-prepared -o report.html
     """
-    from weightprep.checkpoint.json_file import read_object
     from weightprep.convert.placing import write_bytes
     from weightprep.convert.report import render_report
 
-    page = render_report(dst, None if run is None else read_object(run, max_bytes=_MAX_RUN_BYTES))
-    write_bytes(output, page.encode(), output.with_name(f".weightprep-report.{os.getpid()}"))
+    if output.is_dir():
+        raise _unwritable(output, "a directory")
+    page = render_report(dst, run)
+    temporary = output.with_name(f".weightprep-report.{os.getpid()}")
+    try:
+        write_bytes(output, page.encode(), temporary)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise _unwritable(output, error.strerror or type(error).__name__) from None
     if json:
         print_json("report", {"path": str(output), "bytes": len(page.encode())})
     else:
         print(f"{output}: open it in a browser")
     return None
+
+
+def _unwritable(output: Path, found: str) -> CheckpointError:
+    return CheckpointError(
+        output,
+        found=found,
+        wanted="a file that can be written, in a directory that exists",
+        remedy="choose another place for the page with --output",
+    )

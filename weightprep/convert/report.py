@@ -10,12 +10,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from weightprep.checkpoint.header import TensorInfo, read_header
 from weightprep.checkpoint.manifest import MANIFEST_NAME, SIDECAR_MANIFEST, Manifest, ModuleRecord, read_manifest
 from weightprep.checkpoint.repository import Checkpoint
 from weightprep.convert.report_plots import DtypeMap, Series, bytes_plot, layer_plot, map_plot
+from weightprep.convert.run_record import RunRecord, read_run
+from weightprep.errors import CheckpointError
 from weightprep.formats.encoding import FOREIGN_SUFFIXES, WEIGHT_SUFFIXES
 
 __all__ = ["render_report"]
@@ -46,15 +47,15 @@ _SOURCE = {
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)")
 
 
-def render_report(destination: Path, run: Mapping[str, Any] | None = None) -> str:
+def render_report(destination: Path, run_file: Path | None = None) -> str:
     """The page about the conversion that made the directory `destination`.
 
-    :param run: what `convert --json` printed, for its timings
-    :raises CheckpointError: `destination` has no manifest, or is no sound checkpoint
+    :param run_file: what `convert --json` printed, for its timings
+    :raises CheckpointError: `destination` has no manifest, or is no sound checkpoint; `run_file` is of something else
     :raises EngineError: matplotlib is not installed
     """
-    path = destination / MANIFEST_NAME
-    manifest = read_manifest(path if path.exists() else destination / SIDECAR_MANIFEST)
+    manifest = _read_manifest(destination)
+    run = None if run_file is None else read_run(run_file, manifest, destination)
     after = _tensors(destination)
     before = _before(manifest, Checkpoint.open(destination))
     name = html.escape(destination.resolve().name)
@@ -87,6 +88,18 @@ def render_report(destination: Path, run: Mapping[str, Any] | None = None) -> st
         "</body></html>",
     ]
     return "\n".join(parts)
+
+
+def _read_manifest(destination: Path) -> Manifest:
+    for name in (MANIFEST_NAME, SIDECAR_MANIFEST):
+        if (destination / name).exists():
+            return read_manifest(destination / name)
+    raise CheckpointError(
+        destination,
+        found=f"neither {MANIFEST_NAME} nor {SIDECAR_MANIFEST}" if destination.is_dir() else "no directory",
+        wanted="a result of convert",
+        remedy="pass the directory that convert wrote",
+    )
 
 
 def _tensors(destination: Path) -> dict[str, TensorInfo]:
@@ -135,7 +148,7 @@ def _summary(
     manifest: Manifest,
     before: Mapping[str, TensorInfo],
     after: Mapping[str, TensorInfo],
-    run: Mapping[str, Any] | None,
+    run: RunRecord | None,
 ) -> str:
     kinds = Counter((record.group, record.source_encoding, record.target_encoding) for record in manifest.modules)
     sizes = [sum(info.nbytes for info in tensors.values()) / 1e9 for tensors in (before, after)]
@@ -160,13 +173,12 @@ def _worst(records: Sequence[ModuleRecord]) -> str:
     return f"{worst.quality.relative_error:.4g} at {worst.module}"
 
 
-def _timing(run: Mapping[str, Any] | None) -> str:
-    if run is None or "seconds" not in run:
+def _timing(run: RunRecord | None) -> str:
+    if run is None:
         return "not recorded: a manifest holds no times; --run adds those that convert --json printed"
-    seconds = float(run["seconds"])
-    rate = f", {float(run['bytes']) / 1e6 / seconds:.0f} MB/s" if seconds else ""
-    placed = ", ".join(f"{count} {how}" for how, count in run.get("placed", {}).items())
-    return f"{seconds:.1f} s{rate}; files: {placed or 'none'}, {run.get('resumed_files', 0)} from an earlier run"
+    rate = f", {run.nbytes / 1e6 / run.seconds:.0f} MB/s" if run.seconds else ""
+    placed = ", ".join(f"{count} {how}" for how, count in run.placed.items())
+    return f"{run.seconds:.1f} s{rate}; files: {placed or 'none'}, {run.resumed_files} from an earlier run"
 
 
 def _by_group(manifest: Manifest, value: Callable[[ModuleRecord], float | None]) -> list[Series]:
