@@ -96,7 +96,7 @@ def test_a_bf16_weight_is_written_batch_major_where_nothing_is_quantized(monkeyp
         o_proj=SimpleNamespace(weight=torch.zeros(1, dtype=torch.bfloat16)),
         kv_b_proj=SimpleNamespace(set_lora=False),
     )
-    for backend in (Backend.AUTO, Backend.AITER):
+    for backend in (Backend.AUTO, Backend.TORCH):
         monkeypatch.setattr(runtime_hooks, "_backend", backend)
         out = runtime_hooks.rocm_absorb_v(never, attn, x)
         wanted = torch.bmm(x.double().transpose(0, 1), w_vc.double()).transpose(0, 1).flatten(1)
@@ -125,3 +125,91 @@ def test_bmm_fp8_beyond_the_measured_rows_stays_with_upstream() -> None:
     a, b = (torch.zeros(shape, dtype=torch.float8_e4m3fn) for shape in ((1, 257, 512), (1, 512, 128)))
     marker, one = torch.zeros(1), torch.ones(1)
     assert runtime_hooks.cuda_bmm_fp8(lambda *_: marker, a, b, one, one, torch.bfloat16) is marker
+
+
+MARKER = torch.zeros(1)
+NOT_AITERS = "aiter was named, whose fp8 kernel takes fp8 weights and writes bf16"
+
+
+def upstream(*_: object, **__: object) -> torch.Tensor:
+    return MARKER
+
+
+def fp8(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float8_e4m3fn)
+
+
+def attention_with(weight: str, o_proj: torch.dtype = torch.bfloat16) -> SimpleNamespace:
+    """K and N are 512 for both products."""
+    w = {
+        "fp8": torch.zeros((2, 512, 512), dtype=torch.float8_e4m3fn),
+        "bf16": torch.zeros((2, 512, 512), dtype=torch.bfloat16),
+        "mxfp4": torch.zeros((2, 256, 512), dtype=torch.uint8),
+    }[weight]
+    powers = torch.full((2, 16, 512), 127, dtype=torch.uint8)
+    return SimpleNamespace(
+        w_kc=w,
+        w_vc=w,
+        w_scale=torch.ones(()) if weight == "fp8" else 1.0,
+        w_scale_k=powers,
+        w_scale_v=powers,
+        o_proj=SimpleNamespace(weight=torch.zeros(1, dtype=o_proj)),
+        kv_b_proj=SimpleNamespace(set_lora=False),
+    )
+
+
+def test_what_aiter_cannot_take_stays_with_upstream_when_aiter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_hooks, "_backend", Backend.AITER)
+    x = torch.zeros((3, 2, 512), dtype=torch.bfloat16)
+    witness.reset()
+    assert runtime_hooks.rocm_absorb_q(upstream, attention_with("mxfp4"), x) is MARKER
+    for attn in (attention_with("mxfp4"), attention_with("bf16"), attention_with("fp8", torch.uint8)):
+        assert runtime_hooks.rocm_absorb_v(upstream, attn, x) is MARKER
+    packed, powers = torch.zeros((2, 512, 256), dtype=torch.uint8), torch.zeros((2, 512, 16), dtype=torch.uint8)
+    assert runtime_hooks.aiter_mxfp4_kernel(upstream, x.transpose(0, 1), packed, powers) is MARKER
+    one = torch.ones(1)
+    assert runtime_hooks.cuda_bmm_fp8(upstream, fp8(2, 3, 512), fp8(2, 512, 128), one, one, torch.bfloat16) is MARKER
+    assert not witness.counts()
+    assert witness.declined() == {
+        ("rocm_absorb_q_bmm", NOT_AITERS): 1,
+        ("rocm_absorb_v_bmm", NOT_AITERS): 3,
+        (runtime_hooks._MXFP4_KERNEL, NOT_AITERS): 1,
+        ("bmm_fp8", "aiter was named, which has no kernel for activations that are already fp8"): 1,
+    }
+
+
+@pytest.mark.parametrize("rows", [3, 257])
+def test_bmm_fp8_runs_the_runtime_that_was_named(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(runtime_hooks, "absorb_into", lambda *_, backend, **__: asked.append(backend))
+    one = torch.ones(1)
+    for backend in (Backend.TRITON, Backend.TORCH):
+        monkeypatch.setattr(runtime_hooks, "_backend", backend)
+        runtime_hooks.cuda_bmm_fp8(never, fp8(1, rows, 512), fp8(1, 512, 128), one, one, torch.bfloat16)
+    assert asked == [Backend.TRITON, Backend.TORCH]
+
+
+def test_mxfp4_weights_have_no_row_limit() -> None:
+    out = runtime_hooks.rocm_absorb_q(never, attention_with("mxfp4"), torch.zeros((65, 2, 512)).bfloat16())
+    assert out.shape == (2, 65, 512)
+
+
+def test_a_bf16_weight_that_has_a_scale_stays_with_upstream() -> None:
+    attn = attention_with("bf16")
+    attn.w_scale = torch.ones(())
+    assert runtime_hooks.rocm_absorb_v(upstream, attn, torch.zeros((3, 2, 512)).bfloat16()) is MARKER
+
+
+def test_bmm_fp8_into_a_given_buffer_or_another_dtype_stays_with_upstream() -> None:
+    operands = fp8(1, 3, 512), fp8(1, 512, 128), torch.ones(1), torch.ones(1)
+    buffer = torch.zeros((1, 3, 128), dtype=torch.bfloat16)
+    assert runtime_hooks.cuda_bmm_fp8(upstream, *operands, torch.bfloat16, buffer) is MARKER
+    assert runtime_hooks.cuda_bmm_fp8(upstream, *operands, torch.float16) is MARKER
+    assert runtime_hooks.cuda_bmm_fp8(never, *operands, torch.bfloat16).shape == (1, 3, 128)
+
+
+def test_aiters_fp8_kernel_with_a_bias_or_another_dtype_stays_with_upstream() -> None:
+    x, w, one = torch.zeros((1, 3, 512), dtype=torch.bfloat16), fp8(1, 128, 512), torch.ones(1)
+    assert runtime_hooks.aiter_fp8_kernel(upstream, x, w, one, bias=torch.ones(128)) is MARKER
+    assert runtime_hooks.aiter_fp8_kernel(upstream, x, w, one, dtype=torch.float16) is MARKER
+    assert runtime_hooks.aiter_fp8_kernel(never, x, w, one).shape == (1, 3, 128)

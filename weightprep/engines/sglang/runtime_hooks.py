@@ -12,6 +12,9 @@ bypasses rocm_absorb_q_bmm; it stays, and is counted.
 With many rows the product is bound by arithmetic, and a kernel that widens fp8 weights loses: there, unless a runtime
 was named, q stays with upstream's fp8 kernel, which no layout makes slower, and so does CUDA's bmm_fp8.
 
+A runtime that was named is never replaced by another of ours. What aiter's fp8 kernel cannot take (MXFP4 and bf16
+weights, a quantized output, fp8 activations) stays with upstream when aiter was named.
+
 A call that stays with upstream is counted under the name of the function with the reason.
 """
 
@@ -102,14 +105,14 @@ def _is_bound(target: str) -> bool:
 
 def rocm_absorb_q(orig: Callable[..., torch.Tensor], attn: Any, q_nope: torch.Tensor, **rest: Any) -> torch.Tensor:
     """Around rocm_absorb_q_bmm: (M, H, nope) -> bf16 (H, M, rank)."""
-    reason = _not_ours(attn.w_kc, attn.w_scale, getattr(attn, "w_scale_k", None))
+    reason = _not_ours(attn.w_kc, attn.w_scale, getattr(attn, "w_scale_k", None)) or _not_aiters(attn.w_kc)
     if reason is None and attn.w_kc.dtype != torch.uint8 and _backend is Backend.AUTO and q_nope.shape[0] > _FEW_ROWS:
         reason = "with this many rows upstream's fp8 kernel is the faster one"
     if reason is not None:
         witness.decline(Q_PATH, reason)
         return orig(attn, q_nope, **rest)
     scale, mx_scale = _scales(attn.w_kc, attn.w_scale, getattr(attn, "w_scale_k", None))
-    return absorb_q(q_nope, attn.w_kc, scale, mx_scale=mx_scale, backend=_backend_for(scale, OutQuant.NONE))
+    return absorb_q(q_nope, attn.w_kc, scale, mx_scale=mx_scale, backend=_backend)
 
 
 def rocm_absorb_v(
@@ -124,6 +127,7 @@ def rocm_absorb_v(
     reason = _not_ours(attn.w_vc, attn.w_scale, getattr(attn, "w_scale_v", None))
     if attn.w_vc.dtype == torch.bfloat16 and isinstance(attn.w_scale, float) and out_quant is OutQuant.NONE:
         reason = None
+    reason = reason or _not_aiters(attn.w_vc, out_quant)
     if reason is None and out_quant is not OutQuant.NONE and getattr(attn.kv_b_proj, "set_lora", False):
         reason = "a kv_b LoRA corrects the product before it is quantized"
     if reason is not None:
@@ -131,9 +135,8 @@ def rocm_absorb_v(
         upstream: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = orig(attn, attn_output)
         return upstream
     scale, mx_scale = _scales(attn.w_vc, attn.w_scale, getattr(attn, "w_scale_v", None))
-    backend = _backend_for(scale, out_quant)
     result = absorb_v(
-        attn_output, attn.w_vc, scale, mx_scale=mx_scale, out_quant=out_quant, scale_layout=layout, backend=backend
+        attn_output, attn.w_vc, scale, mx_scale=mx_scale, out_quant=out_quant, scale_layout=layout, backend=_backend
     )
     return (result.values, result.scales) if isinstance(result, Quantized) else result.flatten(1, 2)
 
@@ -188,8 +191,11 @@ def aiter_mxfp4_kernel(
 
     A head-major `y`, as 0.5.12 allocates it, becomes the transposed view of a batch-major buffer in its own memory.
     """
+    reason = _not_aiters(w)
     if dtype != torch.bfloat16 or rest or named:
-        witness.decline(_MXFP4_KERNEL, "with an explicit configuration, or an output that is not bf16")
+        reason = "with an explicit configuration, or an output that is not bf16"
+    if reason is not None:
+        witness.decline(_MXFP4_KERNEL, reason)
         done: torch.Tensor | None = orig(x, w, w_scales, dtype, y, *rest, **named)
         return done
     weight, mx_scale = w.transpose(1, 2), w_scales.transpose(1, 2)
@@ -197,8 +203,7 @@ def aiter_mxfp4_kernel(
         y = x.new_empty((x.shape[1], x.shape[0], weight.shape[2]), dtype=torch.bfloat16).transpose(0, 1)
     elif y.is_contiguous():
         y.as_strided_(y.shape, (y.shape[2], y.shape[0] * y.shape[2], 1))
-    backend = _backend_for(None, OutQuant.NONE)
-    absorb_into(y.transpose(0, 1), x.transpose(0, 1), weight, mx_scale=mx_scale, backend=backend)
+    absorb_into(y.transpose(0, 1), x.transpose(0, 1), weight, mx_scale=mx_scale, backend=_backend)
     return y
 
 
@@ -215,13 +220,15 @@ def cuda_bmm_fp8(
     reason = _not_ours(B, B_scale, None)
     if reason is None and (out is not None or dtype != torch.bfloat16):
         reason = "into a given buffer, or an output that is not bf16"
-    if reason is None and A.shape[1] > _MEASURED_ROWS:
+    if reason is None and _backend is Backend.AITER:
+        reason = "aiter was named, which has no kernel for activations that are already fp8"
+    if reason is None and _backend is Backend.AUTO and A.shape[1] > _MEASURED_ROWS:
         reason = "with this many rows upstream's fp8 kernel is the faster one"
     if reason is not None:
         witness.decline(CUDA_PATH, reason)
         return orig(A, B, A_scale, B_scale, dtype, out)
     buffer = A.new_empty((A.shape[1], A.shape[0], B.shape[2]), dtype=torch.bfloat16)
-    absorb_into(buffer, A.transpose(0, 1), B, B_scale, x_scale=A_scale)
+    absorb_into(buffer, A.transpose(0, 1), B, B_scale, x_scale=A_scale, backend=_backend)
     return buffer.transpose(0, 1)
 
 
@@ -236,10 +243,11 @@ def _not_ours(w: torch.Tensor, scale: object, mx_scale: torch.Tensor | None) -> 
     return None
 
 
-def _backend_for(scale: torch.Tensor | None, out_quant: OutQuant) -> Backend:
-    """The runtime that was asked for; aiter's own kernel takes fp8 weights, which have a scale, and writes bf16."""
-    takes = out_quant is OutQuant.NONE and scale is not None
-    return _backend if _backend is not Backend.AITER or takes else Backend.AUTO
+def _not_aiters(w: torch.Tensor, out_quant: OutQuant = OutQuant.NONE) -> str | None:
+    """Why a call stays with upstream when aiter was named, or None."""
+    if _backend is Backend.AITER and (out_quant is not OutQuant.NONE or w.dtype in (torch.uint8, torch.bfloat16)):
+        return "aiter was named, whose fp8 kernel takes fp8 weights and writes bf16"
+    return None
 
 
 def _scales(
