@@ -5,9 +5,10 @@ from weightprep.recipe.json_schema import recipe_schema
 from weightprep.recipe.load import find_recipe, list_recipes, load_recipe, recipe_directories
 from weightprep.recipe.plan import ModelPlan, ModulePlan
 from weightprep.recipe.recipe import Recipe
-from weightprep.recipe.resolve import PrecisionChoice, resolve
+from weightprep.recipe.resolve import NEXTN_GROUP, PrecisionChoice, resolve
 
 __all__ = [
+    "NEXTN_GROUP",
     "ModelPlan",
     "ModulePlan",
     "PrecisionChoice",

@@ -70,6 +70,15 @@ class ModelPlan:
     modules: tuple[ModulePlan, ...]
     kept: tuple[str, ...]
 
+    def precision(self, asked: str | Mapping[str, str] | None) -> str | dict[str, str] | None:
+        """By layer group, however it was asked for; `asked` where the modules of one group differ."""
+        chosen: dict[str, set[str]] = {}
+        for plan in self.modules:
+            chosen.setdefault(plan.group, set()).add(plan.precision)
+        if any(len(names) > 1 for names in chosen.values()):
+            return dict(asked) if isinstance(asked, Mapping) else asked
+        return {group: name for group, names in chosen.items() for name in names}
+
     def contract(self, name: str, heads: int | None = None, target: str = "gfx950") -> Mapping[str, TensorSpec]:
         """The tensors of a contract by role, in concrete shapes.
 
