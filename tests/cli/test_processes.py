@@ -52,6 +52,11 @@ def test_help_has_an_example(command: str) -> None:
     assert "--json" in done.stdout
 
 
+@pytest.mark.parametrize("command", ["convert", "inspect", "verify"])
+def test_help_keeps_what_is_in_brackets(command: str) -> None:
+    assert "org/name[@revision]" in run(command, "--help").stdout
+
+
 def section(name: str) -> str:
     text = DOCS.read_text(encoding="utf-8")
     return text[text.index(f"\n## {name}\n") :].split("\n## ", 2)[1]

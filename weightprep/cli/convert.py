@@ -33,7 +33,7 @@ class NextN(str, Enum):
 
 @command
 def convert(
-    src: Annotated[Path, typer.Argument(help="The checkpoint directory to convert, or org/name[@revision].")],
+    src: Annotated[Path, typer.Argument(help="The checkpoint directory to convert, or org/name\\[@revision].")],
     dst: Annotated[Path, typer.Argument(help="The directory to write; with --layout sidecar it may be SRC itself.")],
     recipe: Annotated[str | None, typer.Option(help="Recipe name or YAML file; default: by architecture.")] = None,
     layout: Annotated[Layout, typer.Option(help="Into the shards, or into a subfolder beside them.")] = Layout.INLINE,

@@ -23,7 +23,7 @@ _DEFAULT_ENGINE = "sglang==0.5.23"
 
 @command
 def inspect(
-    src: Annotated[Path, typer.Argument(help="The checkpoint directory, or org/name[@revision] on the hub.")],
+    src: Annotated[Path, typer.Argument(help="The checkpoint directory, or org/name\\[@revision] on the hub.")],
     target: Annotated[
         list[str] | None,
         typer.Option(

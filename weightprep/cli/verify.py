@@ -16,7 +16,7 @@ _SHOWN = 20
 
 @command
 def verify(
-    src: Annotated[Path, typer.Argument(help="The checkpoint that was converted, or org/name[@revision].")],
+    src: Annotated[Path, typer.Argument(help="The checkpoint that was converted, or org/name\\[@revision].")],
     dst: Annotated[Path, typer.Argument(help="The result; SRC again for a sidecar that was added to it.")],
     recipe: Annotated[str | None, typer.Option(help="Recipe name or file, where the manifest's is not found.")] = None,
     allow_quality_loss: Annotated[
