@@ -15,6 +15,9 @@ from ranks import RankFailed, Ranks
 from safetensors.torch import load_file, save_file
 from test_prepare import assert_same_bits
 from tiny_models import LAYERS, scale_kv_b
+from typer.testing import CliRunner
+
+from weightprep.cli import app
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +101,40 @@ def test_sidecar_of_another_recipe_is_refused(tp1: Ranks, sidecar: Path, tmp_pat
     path.write_text(json.dumps(json.loads(path.read_text()) | {"recipe_hash": "0" * 64}))
     with pytest.raises(RankFailed, match=r"EngineError: .*recipe glm_moe_dsa with hash 000000000000"):
         tp1.run(on_ranks.load, other)
+
+
+@pytest.mark.parametrize(
+    ("made_with", "served_with", "instead"),
+    [
+        (["--precision", "mxfp4"], {}, '{"precision": {"decoder": "mxfp4", "nextn": "fp8"}}'),
+        ([], {"precision": "bf16"}, '{"precision": {"decoder": "fp8", "nextn": "fp8"}}'),
+        (["--precision", "decoder=fp8,nextn=bf16"], {}, '{"precision": {"decoder": "fp8", "nextn": "bf16"}}'),
+        (["--nextn", "keep"], {}, '{"nextn": "keep"}'),
+        (["--precision", "mxfp4", "--nextn", "keep"], {}, '{"precision": {"decoder": "mxfp4"}, "nextn": "keep"}'),
+    ],
+    ids=["mxfp4", "served-bf16", "nextn-bf16", "keep", "mxfp4-keep"],
+)
+def test_sidecar_of_another_precision_is_refused(
+    made_with: list[str], served_with: dict[str, str], instead: str, tp1: Ranks, glm: Path, tmp_path: Path
+) -> None:
+    """And loads with what the refusal says."""
+    root = tmp_path / "model"
+    converted = CliRunner().invoke(app, ["convert", str(glm), str(root), "--layout", "sidecar", *made_with])
+    assert converted.exit_code == 0, converted.output
+    with pytest.raises(RankFailed) as refused:
+        tp1.run(on_ranks.load, root, extra=on_ranks.GFX950 | served_with)
+    assert "EngineError" in str(refused.value)
+    assert f"--model-loader-extra-config '{instead}'" in str(refused.value)
+    extra = on_ranks.GFX950 | json.loads(instead)
+    assert_same_bits(
+        tp1.run(on_ranks.load, root, extra=extra)[0],
+        tp1.run(on_ranks.load, root, extra=extra | {"sidecar": "off"})[0],
+    )
+
+
+def test_sidecar_may_hold_a_nextn_that_is_kept(tp1: Ranks, sidecar: Path) -> None:
+    kept = tp1.run(on_ranks.load, sidecar, extra=on_ranks.GFX950 | {"nextn": "keep"}, draft=True)[0]
+    assert kept[LAYERS].w_kc.dtype is torch.bfloat16
 
 
 def test_one_wrong_byte_in_a_sidecar_is_seen(tp1: Ranks, glm: Path, sidecar: Path, tmp_path: Path) -> None:

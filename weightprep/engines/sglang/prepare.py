@@ -66,7 +66,7 @@ class Preparation:
     @contextmanager
     def reading(self, folder: Path) -> Iterator[None]:
         """While weights are read from `folder`, its sidecar counts."""
-        self.sidecar = open_sidecar(folder, self.options.sidecar, self.plan.recipe_hash) if folder.is_dir() else None
+        self.sidecar = open_sidecar(folder, self.options, self.plan) if folder.is_dir() else None
         try:
             yield
         finally:

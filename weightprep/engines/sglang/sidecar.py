@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,9 @@ from weightprep.checkpoint.header import read_header
 from weightprep.checkpoint.manifest import SIDECAR_MANIFEST, Manifest, ModuleRecord, read_manifest
 from weightprep.checkpoint.reader import find_module, read_tensor
 from weightprep.checkpoint.repository import Checkpoint, TensorRef, tensor_refs
+from weightprep.engines.sglang.options import Options
 from weightprep.errors import CheckpointError, EngineError
+from weightprep.recipe import NEXTN_GROUP, ModelPlan
 from weightprep.transforms import Bundle
 from weightprep.transforms.stored_absorbed import STORED_NAMES, from_linears
 
@@ -93,14 +96,16 @@ class Sidecar:
         )
 
 
-def open_sidecar(model: Path, asked: str, recipe_hash: str) -> Sidecar | None:
+def open_sidecar(model: Path, options: Options, plan: ModelPlan) -> Sidecar | None:
     """The sidecar of the checkpoint directory `model`.
 
-    :param asked: "auto" takes the directory's own if it has one, "off" none; else the directory that holds
-        manifest.json
-    :raises EngineError: it is named and not there, or was made with another recipe
+    :param options: their `sidecar`: "auto" takes the directory's own if it has one, "off" none; else it is the
+        directory that holds manifest.json
+    :param plan: what this server makes of the model, which the sidecar must be made for
+    :raises EngineError: it is named and not there, or was made with another recipe, precision or choice for NextN
     :raises CheckpointError: it is damaged
     """
+    asked = options.sidecar
     path = model / SIDECAR_MANIFEST if asked == "auto" else Path(asked) / SIDECAR_MANIFEST.name
     if asked == "off" or (asked == "auto" and not path.is_file()):
         return None
@@ -112,18 +117,51 @@ def open_sidecar(model: Path, asked: str, recipe_hash: str) -> Sidecar | None:
             remedy="give the directory that `weightprep convert --layout sidecar` made",
         )
     manifest = read_manifest(path)
-    if manifest.recipe_hash != recipe_hash:
+    if manifest.recipe_hash != plan.recipe_hash:
         raise EngineError(
             path,
             found=f"recipe {manifest.recipe} with hash {manifest.recipe_hash[:12]}",
-            wanted=f"the recipe that this server runs, hash {recipe_hash[:12]}",
+            wanted=f"the recipe that this server runs, hash {plan.recipe_hash[:12]}",
             remedy='convert again with this recipe, or serve with {"sidecar": "off"} to convert while loading',
         )
+    _refuse_other_choices(path, manifest, plan.precision(options.precision))
     # names beside the manifest, whatever directory the record was written for
     files = sorted({Path(record.file).name for record in manifest.modules})
     headers = {file: read_header(path.parent / file) for file in files}
     records = {record.module: record for record in manifest.modules}
     return Sidecar(model, manifest, records, tensor_refs(headers))
+
+
+def _refuse_other_choices(path: Path, manifest: Manifest, planned: str | dict[str, str] | None) -> None:
+    """What was chosen at conversion is not guessed from the tensors: served as another precision they lose bits.
+
+    A group that the server leaves alone is not read, and may be there.
+    """
+    made = manifest.precision
+    instead: dict[str, object] = {}
+    if not isinstance(made, dict) or not isinstance(planned, dict):
+        if made != planned:
+            instead["precision"] = made
+    elif any(made.get(group, name) != name for group, name in planned.items()):
+        instead["precision"] = made
+    if manifest.nextn == "keep" and isinstance(planned, dict) and NEXTN_GROUP in planned:
+        instead["nextn"] = "keep"
+    if not instead:
+        return
+    kept = ", NextN kept" if manifest.nextn == "keep" else ""
+    raise EngineError(
+        path,
+        found=f"made for precision {_by_group(made)}{kept}",
+        wanted=f"what this server runs, {_by_group(planned)}",
+        remedy=f"serve with --model-loader-extra-config '{json.dumps(instead)}', convert again, "
+        'or serve with {"sidecar": "off"} to convert while loading',
+    )
+
+
+def _by_group(precision: str | dict[str, str] | None) -> str:
+    if isinstance(precision, dict):
+        return ", ".join(f"{group} {name}" for group, name in precision.items())
+    return precision or "(none)"
 
 
 def _row_range(ref: TensorRef, start: int, stop: int) -> TensorRef:
