@@ -62,6 +62,30 @@ def test_sound(pair: tuple[Path, Path]) -> None:
     verdict = verify(*pair)
     assert verdict.findings == ()
     assert (verdict.modules, verdict.files) == (3, 4)
+    assert verdict.tensors == sum(len(read_header(path).tensors) for path in pair[1].rglob("*.safetensors"))
+    assert verdict.notes == ()
+
+
+def test_hard_links_are_told_of_and_not_counted(spoiled: tuple[Path, Path]) -> None:
+    source, destination = spoiled
+    before = verify(source, destination)
+    linked = [path for path in source.glob("*.safetensors") if _same(path, destination / path.name)]
+    for path in linked:
+        (destination / path.name).unlink()
+        os.link(path, destination / path.name)
+
+    verdict = verify(source, destination)
+
+    assert verdict.findings == ()
+    # inline, every shard of this model is rewritten
+    assert bool(linked) == (home(destination) != destination)
+    note = f"{len(linked)} shard(s) are the source's own files (hard links): nothing to compare them with"
+    assert verdict.notes == ((note,) if linked else ())
+    assert verdict.tensors == before.tensors - sum(len(read_header(path).tensors) for path in linked)
+
+
+def _same(path: Path, copy: Path) -> bool:
+    return path.read_bytes() == copy.read_bytes()
 
 
 def test_every_flipped_bit_is_found(pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from weightprep.checkpoint.repository import INDEX_NAME
 from weightprep.convert.reread import Finding, Stored, read_json
 from weightprep.errors import CheckpointError
 
-__all__ = ["check_copy", "check_file_set", "check_index"]
+__all__ = ["check_file_set", "check_index", "check_repository"]
 
 _PIECE_BYTES = 2**20
 # What git and `hf download` put beside a repository's content; convert does not carry them over either.
@@ -47,10 +47,20 @@ def check_file_set(root: Path, wanted: Collection[Path]) -> Iterator[Finding]:
         yield Finding(str(root / relative), "a file that nothing accounts for", "no such file")
 
 
-def check_copy(copy: Path, original: Path) -> Iterator[Finding]:
-    """Compare two files byte for byte; a copy that is not there is the file set's finding."""
-    if copy.is_file() and _sha256(copy) != _sha256(original):
-        yield Finding(str(copy), "other bytes", f"the bytes of {original}")
+def check_repository(root: Path, copies: Mapping[Path, Path], texts: Mapping[Path, bytes]) -> Iterator[Finding]:
+    """Compare the files below `root` that hold no tensors; one that is not there is the file set's finding.
+
+    :param copies: path -> the file of the source that it must equal byte for byte
+    :param texts: path -> what it must hold; what the index must say is :func:`check_index`'s
+    """
+    for relative, original in copies.items():
+        copy = root / relative
+        if copy.is_file() and _sha256(copy) != _sha256(original):
+            yield Finding(str(copy), "other bytes", f"the bytes of {original}")
+    for relative, text in texts.items():
+        path = root / relative
+        if relative.name != INDEX_NAME and path.is_file() and path.read_bytes() != text:
+            yield Finding(str(path), "a config that does not declare what the tensors are", "the source's, edited")
 
 
 def check_index(root: Path, source: Path, tensors: Mapping[str, Stored], absent: Collection[str]) -> Iterator[Finding]:

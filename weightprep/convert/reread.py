@@ -20,6 +20,7 @@ __all__ = [
     "Finding",
     "Stored",
     "check_metadata",
+    "linked_files",
     "read_all",
     "read_json",
     "read_stored",
@@ -138,6 +139,15 @@ def same_bytes(a: Stored, b: Stored) -> bool:
     if a.begin == b.begin and a.path.samefile(b.path):
         return True
     return all(piece == other for piece, other in zip(_exact(a), _exact(b), strict=True))
+
+
+def linked_files(tensors: Iterable[Stored], copies: Mapping[str, Stored]) -> frozenset[Path]:
+    """Those files of `tensors` that are one inode with the file of their copies: whoever writes into one changes both.
+
+    :param copies: by the tensors' names
+    """
+    pairs = {(tensor.path, copies[tensor.name].path) for tensor in tensors if tensor.name in copies}
+    return frozenset(path for path, copy in pairs if path.samefile(copy))
 
 
 def _exact(tensor: Stored) -> Iterator[bytes]:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from weightprep import __version__
 from weightprep.checkpoint.manifest import MANIFEST_NAME, SIDECAR_MANIFEST, Manifest, ModuleRecord, read_manifest
-from weightprep.checkpoint.repository import INDEX_NAME, Checkpoint
+from weightprep.checkpoint.repository import Checkpoint
 from weightprep.convert.files import Progress, Unwatched
-from weightprep.convert.fileset import check_copy, check_file_set, check_index
+from weightprep.convert.fileset import check_file_set, check_index, check_repository
 from weightprep.convert.in_order import in_order
 from weightprep.convert.manifest_check import below_floor, check_manifest
 from weightprep.convert.module import convert_module
@@ -25,7 +25,7 @@ from weightprep.convert.options import SIDECAR_DIR, ConvertOptions, Layout
 from weightprep.convert.plan import ConversionPlan, ModuleJob
 from weightprep.convert.planner import plan_contents
 from weightprep.convert.quality import is_below
-from weightprep.convert.reread import Finding, Stored, check_metadata, read_all, same_bytes, sha256_of
+from weightprep.convert.reread import Finding, Stored, check_metadata, linked_files, read_all, same_bytes, sha256_of
 from weightprep.errors import CheckpointError, WeightprepError
 from weightprep.recipe import load_recipe
 
@@ -36,6 +36,7 @@ __all__ = ["Verdict", "verify"]
 class Verdict:
     """What was compared, and what is wrong.
 
+    :param tensors: those that were read in both; of a shard that is the source's own file there is only one
     :param waived: modules below the recipe's floor for which manifest and caller both say that this is allowed
     :param notes: what differs and harms nothing
     """
@@ -109,7 +110,11 @@ def verify(
             findings = tuple(judge.findings())
         finally:
             pool.shutdown(cancel_futures=True)
-    return Verdict(judge.tensors, len(plan.modules), judge.files, findings, judge.waived, notes)
+    if judge.linked:
+        own = f"{judge.linked} shard(s) are the source's own files (hard links): nothing to compare them with"
+        notes = (*notes, own)
+    files = len(plan.copies) + len(plan.texts)
+    return Verdict(judge.tensors, len(plan.modules), files, findings, judge.waived, notes)
 
 
 def _bytes_to_compare(plan: ConversionPlan) -> int:
@@ -137,7 +142,7 @@ class _Judge:
         progress: Progress,
     ) -> None:
         self.tensors = 0
-        self.files = 0
+        self.linked = 0
         self.waived: tuple[str, ...] = ()
         self._plan = plan
         self._manifest = manifest
@@ -156,7 +161,7 @@ class _Judge:
         yield from self._file_set()
         source, metadata, faults = read_all([checkpoint.root / shard for shard in checkpoint.shards])
         yield from faults
-        yield from self._repository()
+        yield from check_repository(self._root, self._plan.copies, self._plan.texts)
         kept, folder = source, self._root / SIDECAR_DIR
         shards = {job.name for job in self._plan.jobs} if options.layout is Layout.INLINE else {*checkpoint.shards}
         wanted = {self._root / shard: metadata.get(checkpoint.root / shard) for shard in sorted(shards)}
@@ -200,21 +205,13 @@ class _Judge:
             wanted.add(SIDECAR_MANIFEST)
         yield from check_file_set(self._root, wanted)
 
-    def _repository(self) -> Iterator[Finding]:
-        for relative, original in self._plan.copies.items():
-            self.files += 1
-            yield from check_copy(self._root / relative, original)
-        for relative, text in self._plan.texts.items():
-            self.files += 1
-            path = self._root / relative
-            if relative.name != INDEX_NAME and path.is_file() and path.read_bytes() != text:
-                yield Finding(str(path), "a config that does not declare what the tensors are", "the source's, edited")
-
     def _untouched(
         self, source: Mapping[str, Stored], result: Mapping[str, Stored], consumed: frozenset[str], made: frozenset[str]
     ) -> Iterator[Finding]:
         kept = [tensor for name, tensor in source.items() if name not in consumed]
-        self.tensors += len(kept)
+        linked = linked_files(kept, result)
+        self.tensors += sum(tensor.path not in linked for tensor in kept)
+        self.linked = 0 if self._plan.options.in_place else len(linked)
 
         def compare(original: Stored) -> list[Finding]:
             name, copy = original.name, result.get(original.name)
