@@ -103,11 +103,16 @@ def test_zero_dummies_are_served_with_one_warning(tp1: Ranks, glm: Path, tmp_pat
     assert warning == f"weightprep: kv_b_proj of layer 0 and {LAYERS - 1} more is all zeros: scale 1"
 
 
-@pytest.mark.parametrize("precision", ["fp8", "mxfp4", "bf16"])
+@pytest.mark.parametrize("precision", ["fp8", "mxfp4", "bf16", "bf16+fp8"])
 def test_quality_is_reported(precision: str, tp1: Ranks, glm: Path, tmp_path: Path) -> None:
-    report, log = tp1.run(on_ranks.report_and_log, glm, tmp_path, {"precision": precision, "canary": "off"})[0]
-    # normal data: relative error 0.0265 in e4m3 and 0.11 to 0.12 in MXFP4; 20 log10 of it, half a dB to either side
-    lowest, highest = {"fp8": (31.0, 32.1), "mxfp4": (17.9, 19.7), "bf16": (None, None)}[precision]
+    # gfx950 has no kernel that reads a scale for one of the two
+    target = "sm90" if precision == "bf16+fp8" else "gfx950"
+    asked = {"precision": precision, "canary": "off", "target": target}
+    report, log = tp1.run(on_ranks.report_and_log, glm, tmp_path, asked)[0]
+    # normal data: relative error 0.0265 in e4m3 and 0.11 to 0.12 in MXFP4; 20 log10 of it, half a dB to either side;
+    # where only w_vc is fp8, 256 of a head's 448 rows, 10 log10(448 / 256) = 2.4 dB more than in fp8
+    ranges = {"fp8": (31.0, 32.1), "mxfp4": (17.9, 19.7), "bf16": (None, None), "bf16+fp8": (33.4, 34.5)}
+    lowest, highest = ranges[precision]
     for layer in report["layers"]:
         found = layer["sqnr_db"]
         assert found is lowest if lowest is None else lowest < found < highest
