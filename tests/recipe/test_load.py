@@ -185,3 +185,13 @@ def test_the_schema_knows_every_step_and_refuses_what_is_not_one() -> None:
     assert (step["minProperties"], step["maxProperties"]) == (1, 1)
     module = recipe_schema()["$defs"]["ModulePart"]
     assert {"source", "on", "store", "load", "ensures"} <= set(module["properties"])
+
+
+@pytest.mark.parametrize("name", ["nosuch", "file"])
+def test_a_directory_of_recipes_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("WEIGHTPREP_RECIPES", str(tmp_path / name))
+    for look in (list_recipes, lambda: load_recipe("glm_moe_dsa"), lambda: find_recipe("GlmMoeDsaForCausalLM")):
+        with pytest.raises(RecipeError) as caught:
+            look()
+        assert caught.value.subject == f"WEIGHTPREP_RECIPES={tmp_path / name}"

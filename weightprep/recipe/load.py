@@ -23,9 +23,21 @@ USER_DIRECTORY = "WEIGHTPREP_RECIPES"
 
 
 def recipe_directories() -> tuple[Path, ...]:
-    """Existing directories in which recipes are looked up, first match first."""
+    """Existing directories in which recipes are looked up, first match first.
+
+    :raises RecipeError: the user's own is named and is not there
+    """
     user = os.environ.get(USER_DIRECTORY)
-    return (*((Path(user),) if user and Path(user).is_dir() else ()), *_shipped_directories())
+    if not user:
+        return _shipped_directories()
+    if not Path(user).is_dir():
+        raise RecipeError(
+            f"{USER_DIRECTORY}={user}",
+            found="a file" if Path(user).exists() else "nothing at this path",
+            wanted="a directory with recipes",
+            remedy=f"correct the environment variable {USER_DIRECTORY}, or unset it",
+        )
+    return (Path(user), *_shipped_directories())
 
 
 def _shipped_directories() -> tuple[Path, ...]:
