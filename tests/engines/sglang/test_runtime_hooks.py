@@ -9,6 +9,7 @@ import torch
 
 from weightprep.engines.sglang import runtime_hooks
 from weightprep.engines.sglang.versions import installed_root
+from weightprep.errors import EngineError
 from weightprep.runtime import witness
 from weightprep.runtime.choice import Backend
 from weightprep.runtime.scale_layout import GroupScaleLayout
@@ -213,3 +214,20 @@ def test_aiters_fp8_kernel_with_a_bias_or_another_dtype_stays_with_upstream() ->
     assert runtime_hooks.aiter_fp8_kernel(upstream, x, w, one, bias=torch.ones(128)) is MARKER
     assert runtime_hooks.aiter_fp8_kernel(upstream, x, w, one, dtype=torch.float16) is MARKER
     assert runtime_hooks.aiter_fp8_kernel(never, x, w, one).shape == (1, 3, 128)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("auto", "upstream"), ("upstream", "auto"), ("auto", "triton"), ("torch", "auto")]
+)
+def test_a_process_has_one_runtime(first: str, second: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU nothing is hooked, so one is pretended and sglang is said to have nothing to hook."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(runtime_hooks, "runtime_hooks", lambda *_, **__: ())
+    monkeypatch.setattr(runtime_hooks, "_runtime", None)
+    monkeypatch.setattr(runtime_hooks, "_backend", Backend.AUTO)
+    for _ in range(2):
+        assert runtime_hooks.register_runtime_hooks(first) == ()
+    before = runtime_hooks._backend
+    with pytest.raises(EngineError, match=f"runtime '{second}'.*loaded with runtime '{first}'"):
+        runtime_hooks.register_runtime_hooks(second)
+    assert runtime_hooks._backend is before

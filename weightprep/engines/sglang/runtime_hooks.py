@@ -30,6 +30,7 @@ import torch
 
 from weightprep.engines.sglang.guard import ensure_hook
 from weightprep.engines.sglang.versions import installed_root, resolves
+from weightprep.errors import EngineError
 from weightprep.runtime import witness
 from weightprep.runtime.absorb import absorb_into, absorb_q, absorb_v
 from weightprep.runtime.choice import Backend, OutQuant, Quantized
@@ -52,6 +53,7 @@ Q_PATH, V_PATH, CUDA_PATH = "rocm_absorb_q_bmm", "rocm_absorb_v_bmm", "bmm_fp8"
 
 # sglang's hooks have no argument of ours; set once, before they are registered.
 _backend = Backend.AUTO
+_runtime: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +86,21 @@ def register_runtime_hooks(runtime: str) -> tuple[RuntimeHook, ...]:
     """Hook the running sglang and return what was hooked. Calling it again changes nothing.
 
     :param runtime: "auto", "aiter", "triton" or "torch"; "upstream" hooks nothing
-    :raises EngineError: a hook did not take
+    :raises EngineError: a hook did not take, or a model of this process was loaded with another runtime
     """
-    global _backend
+    global _backend, _runtime
     root = installed_root()
-    if runtime == "upstream" or root is None or not torch.cuda.is_available():
+    if root is None or not torch.cuda.is_available():
+        return ()
+    if _runtime not in (None, runtime):
+        raise EngineError(
+            f"runtime '{runtime}'",
+            found=f"a model that this process loaded with runtime '{_runtime}', and hooks that all its models share",
+            wanted="one runtime in a process",
+            remedy=f"load this model with runtime '{_runtime}', or in a process of its own",
+        )
+    _runtime = runtime
+    if runtime == "upstream":
         return ()
     _backend = Backend(runtime)
     hooks = tuple(hook for hook in runtime_hooks(root, hip=torch.version.hip is not None) if _is_bound(hook.target))
