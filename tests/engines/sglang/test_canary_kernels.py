@@ -1,7 +1,9 @@
-"""The canary through the kernels that a server runs: upstream's functions on ROCm, and weights in MXFP4."""
+"""The canary through the kernels that a server runs: upstream's functions on ROCm and CUDA, and weights in MXFP4."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +12,11 @@ import pytest
 import torch
 from test_canary import HEADS, NOPE, RANK, SOUND, V, sample
 
+from weightprep.engines.sglang import kernels, runtime_hooks
 from weightprep.engines.sglang.canary import Sample, run_canary
-from weightprep.engines.sglang.kernels import RocmKernels
+from weightprep.engines.sglang.kernels import CudaKernels, RocmKernels, server_kernels
 from weightprep.errors import EngineError
+from weightprep.runtime import witness
 
 FAULTS = ["transposed output", "wrong stride", "scale ignored", "per-head scale"]
 
@@ -97,3 +101,58 @@ def test_each_mxfp4_scale_is_looked_at(role: str) -> None:
     which = "q" if role == "w_scale_k" else "v"
     with pytest.raises(EngineError, match=f"absorbed {which} of path 'mxfp4_absorbed'"):
         run_canary([given], Shifted())
+
+
+def bmm_fp8(
+    a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """flashinfer's by its interface: a (H, M, K) row-major and b (H, K, N) column-major in e4m3fn, a scale each."""
+    assert a.is_contiguous()
+    assert b.transpose(1, 2).is_contiguous()
+    assert a.dtype == b.dtype == torch.float8_e4m3fn
+    assert a_scale.dtype == b_scale.dtype == torch.float32
+    assert a_scale.numel() == b_scale.numel() == 1
+    return (torch.bmm(a.float(), b.float()) * a_scale * b_scale).to(dtype)
+
+
+def hooked(*arguments: Any) -> torch.Tensor:
+    return runtime_hooks.cuda_bmm_fp8(bmm_fp8, *arguments)
+
+
+@pytest.mark.parametrize(("kernel", "calls"), [(bmm_fp8, 0), (hooked, 6)], ids=["upstream", "hooked"])
+def test_cuda_canary_calls_bmm_fp8_as_the_server_does(kernel: Callable[..., torch.Tensor], calls: int) -> None:
+    witness.reset()
+    assert run_canary([sample()], CudaKernels(SimpleNamespace(bmm_fp8=kernel))) == 1
+    # q and v with three batches each
+    assert witness.counts() == ({"absorb/torch/fp8/bf16": calls} if calls else {})
+
+
+def test_cuda_canary_of_bf16_weights_needs_no_bmm_fp8() -> None:
+    given = sample()
+    wide = replace(given, w_kc=given.w_kc.bfloat16(), w_vc=given.w_vc.bfloat16(), w_scale=1.0)
+    assert run_canary([wide], CudaKernels(SimpleNamespace())) == 1
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda a, b, x, w, dtype: bmm_fp8(a, b, torch.ones(1), w, dtype),
+        lambda a, b, x, w, dtype: bmm_fp8(a, b, x, torch.ones(1), dtype),
+        lambda a, b, x, w, dtype: bmm_fp8(a, b.reshape(b.shape[0], -1, b.shape[1]).transpose(1, 2), x, w, dtype),
+        lambda a, b, x, w, dtype: bmm_fp8(a, b, x, w, dtype).transpose(0, 1).reshape(a.shape[0], -1, b.shape[2]),
+    ],
+    ids=["activation scale ignored", "weight scale ignored", "wrong stride", "transposed output"],
+)
+def test_faults_of_bmm_fp8_are_caught(fault: Callable[..., torch.Tensor]) -> None:
+    with pytest.raises(EngineError, match=r"absorbed q of path 'fp8_absorbed'"):
+        run_canary([sample()], CudaKernels(SimpleNamespace(bmm_fp8=fault)))
+
+
+@pytest.mark.parametrize("runtime", ["auto", "triton", "upstream"])
+def test_cuda_servers_are_checked_through_sglangs_own_name(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU and sglang's CUDA branch are pretended; what is shown is which callable the canary gets."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    module = SimpleNamespace(bmm_fp8=bmm_fp8)
+    monkeypatch.setitem(sys.modules, kernels._SHARED, module)
+    assert server_kernels(runtime) == CudaKernels(module)

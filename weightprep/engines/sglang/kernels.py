@@ -13,9 +13,10 @@ from weightprep.engines.sglang.canary import AbsorbKernels, Sample
 from weightprep.runtime.absorb import absorb_q, absorb_v
 from weightprep.runtime.choice import Backend
 
-__all__ = ["RocmKernels", "RuntimeKernels", "server_kernels"]
+__all__ = ["CudaKernels", "RocmKernels", "RuntimeKernels", "server_kernels"]
 
-_ROCM = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla_rocm"
+_METHODS = "sglang.srt.models.deepseek_common.attention_forward_methods"
+_ROCM, _SHARED = f"{_METHODS}.forward_mla_rocm", f"{_METHODS}.forward_mla"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,34 @@ class RocmKernels:
         return out.reshape(attn_out.shape[0], sample.w_vc.shape[0], sample.w_vc.shape[2])
 
 
+@dataclass(frozen=True, slots=True)
+class CudaKernels:
+    """The products that sglang's forward_mla makes on CUDA, with its bmm_fp8 as it is now: its own, or hooked.
+
+    An fp8 weight takes activations in e4m3fn with one scale for the tensor, as sglang quantizes them; a bf16 weight
+    goes to torch.bmm.
+
+    :param module: forward_mla
+    """
+
+    module: Any
+
+    def q(self, q_nope: torch.Tensor, sample: Sample) -> torch.Tensor:
+        return self._product(q_nope, sample.w_kc, sample.w_scale)
+
+    def v(self, attn_out: torch.Tensor, sample: Sample) -> torch.Tensor:
+        return self._product(attn_out, sample.w_vc, sample.w_scale)
+
+    def _product(self, x: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor | float) -> torch.Tensor:
+        heads = x.transpose(0, 1)
+        if w.dtype != torch.float8_e4m3fn:
+            return torch.bmm(heads, w).transpose(0, 1)
+        wide = heads.float().contiguous()
+        x_scale = (wide.abs().amax() / torch.finfo(w.dtype).max).reshape(1)
+        out: torch.Tensor = self.module.bmm_fp8((wide / x_scale).to(w.dtype), w, x_scale, w_scale, torch.bfloat16)
+        return out.transpose(0, 1)
+
+
 def server_kernels(runtime: str) -> AbsorbKernels | None:
     """What the server runs with this choice of runtime; None where upstream's cannot be called alone.
 
@@ -69,6 +98,10 @@ def server_kernels(runtime: str) -> AbsorbKernels | None:
             module = None
         if module is not None and hasattr(module, "rocm_absorb_q_bmm"):
             return RocmKernels(module)
+    else:
+        module = importlib.import_module(_SHARED)
+        if hasattr(module, "bmm_fp8"):
+            return CudaKernels(module)
     return None if runtime == "upstream" else RuntimeKernels(Backend(runtime))
 
 
