@@ -18,7 +18,7 @@ from weightprep import __version__
 from weightprep.checkpoint.manifest import MANIFEST_NAME, SIDECAR_MANIFEST, Manifest, ModuleRecord
 from weightprep.checkpoint.writer import fsync_directory
 from weightprep.convert.files import FileRunner, Progress, ResumableError, check_unchanged
-from weightprep.convert.journal import Entry, Journal, claim, finished_files, parts_of
+from weightprep.convert.journal import Entry, Journal, claim, finished_files, identity_of, parts_of
 from weightprep.convert.options import Executor, Layout, LinkMode, Part, nearest_existing
 from weightprep.convert.partial import commit, put_back, temporary_of, tree_of
 from weightprep.convert.placing import can_link, place_file, replace_file, sync_file, write_bytes
@@ -31,6 +31,7 @@ __all__ = ["Result", "execute", "left_to_write", "needed_bytes"]
 
 # Left free for the file system's own bookkeeping.
 _SPARE_BYTES = 16 * 2**20
+_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +66,14 @@ def execute(plan: ConversionPlan, progress: Progress) -> Result:
     """Do the plan's part of the work, and commit where that completes it.
 
     :raises CheckpointError: the disk is too small, the source changed, a value cannot be converted, another process
-        is at work
+        is at work, or it was begun in another number of parts
     :raises ResumableError: reading or writing failed
     :raises QualityError: a module is below its floor, unless that is allowed
     :raises KeyboardInterrupt: interrupted; what is finished is kept
     """
     options, partial = plan.options, plan.options.partial
     part = options.part or Part(1, parts_of(partial) if options.finish else 1)
+    _check_parts(plan, part.count)
     summary = {"source": str(options.source), "destination": str(options.destination), "files": len(plan.jobs)}
     try:
         # A cluster that does not answer leaves nothing behind.
@@ -99,9 +101,10 @@ def _locked(plan: ConversionPlan, part: Part, journal: Journal, progress: Progre
         runner = (RayRunner if options.executor is Executor.RAY else FileRunner)(plan, journal, progress)
         runner.run(todo)
         done |= runner.entries
-        records = _records(plan, done)
+        is_part = options.part is not None and not options.finish
+        records = _records(plan, {job.name: done[job.name] for job in mine} if is_part else done)
         below = _check_quality(plan, records)
-        if options.part is not None and not options.finish:
+        if is_part:
             return Result(options.output, False, len(mine) - len(todo), runner.placed, records)
         _check_complete(plan, done)
         _write_rest(plan, records, below)
@@ -113,6 +116,36 @@ def _locked(plan: ConversionPlan, part: Part, journal: Journal, progress: Progre
         raise
     commit(options)
     return Result(options.output, True, len(plan.jobs) - len(todo), runner.placed, records)
+
+
+def _check_parts(plan: ConversionPlan, count: int) -> None:
+    """Of the same conversion in another number of parts, say what is left to do instead of calling it another one.
+
+    :raises CheckpointError: what is begun is this conversion, not in `count` parts
+    """
+    options, partial = plan.options, plan.options.partial
+    if options.overwrite or not tree_of(partial).exists() or identity_of(partial) != plan.identity:
+        return
+    if (begun := parts_of(partial)) == count:
+        return
+    done = finished_files(partial)
+    left = [
+        f"--part {index}/{begun}"
+        for index in range(1, begun + 1)
+        if any(job.name not in done for job in _jobs_of(plan, Part(index, begun)))
+    ]
+    more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+    if begun == 1:
+        found, remedy = "this conversion without --part", "run it without --part: it goes on where it stopped"
+    else:
+        found = f"a conversion in {begun} parts ({begun - len(left)}/{begun} done)"
+        remedy = f"run {', '.join(left[:_SHOWN])}{more}, then --finish" if left else "run --finish"
+    raise CheckpointError(
+        partial,
+        found=found,
+        wanted=f"this conversion in {count} parts" if count > 1 else "this conversion without --part",
+        remedy=f"{remedy}; --overwrite begins again",
+    )
 
 
 def _jobs_of(plan: ConversionPlan, part: Part) -> list[ShardJob]:

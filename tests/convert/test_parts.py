@@ -1,0 +1,74 @@
+"""A conversion in parts says what each part did and, to whoever goes on differently, which parts are left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from weightprep.cli import app
+from weightprep.convert.journal import claim
+from weightprep.convert.options import ConvertOptions
+from weightprep.convert.planner import make_plan
+from weightprep.synth import synthesize
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two shards with two kv_b_proj each."""
+    synthesize(tmp_path / "src", layers=3, shards=2)
+    return tmp_path
+
+
+def convert(root: Path, *options: str) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, ["convert", str(root / "src"), str(root / "dst"), *options])
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_each_part_counts_its_own_modules(root: Path) -> None:
+    counts = []
+    for part in ("1/2", "2/2"):
+        code, out, _ = convert(root, "--part", part)
+        assert code == 0
+        assert out.startswith("part done: ")
+        counts.append(int(out.removeprefix("part done: ").split()[0]))
+    # three decoder layers and the NextN layer
+    assert sum(counts) == 4
+    assert min(counts) > 0
+    code, out, _ = convert(root, "--finish")
+    assert code == 0
+    assert ": 4 module(s) converted" in out
+
+
+@pytest.mark.parametrize("options", [(), ("--part", "2/3")])
+def test_going_on_in_another_number_of_parts(root: Path, options: tuple[str, ...]) -> None:
+    convert(root, "--part", "1/2")
+    code, _, message = convert(root, *options)
+    assert code == 2
+    assert "found a conversion in 2 parts (1/2 done)" in message
+    assert "run --part 2/2, then --finish" in message
+    # what it tells to do works
+    assert convert(root, "--part", "2/2")[0] == 0
+    code, _, message = convert(root, *options)
+    assert code == 2
+    assert "(2/2 done)" in message
+    assert "run --finish" in message
+    assert convert(root, "--finish")[0] == 0
+
+
+def test_parts_of_what_was_begun_without_them(root: Path) -> None:
+    options = ConvertOptions(root / "src", root / "dst")
+    claim(options, make_plan(options).identity, 1, {})
+    code, _, message = convert(root, "--part", "1/2")
+    assert code == 2
+    assert "found this conversion without --part" in message
+    assert "run it without --part" in message
+    assert convert(root)[0] == 0
+
+
+def test_overwrite_begins_again(root: Path) -> None:
+    convert(root, "--part", "1/2")
+    code, out, _ = convert(root, "--overwrite")
+    assert code == 0
+    assert ": 4 module(s) converted" in out
