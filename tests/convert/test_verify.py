@@ -66,6 +66,14 @@ def test_sound(pair: tuple[Path, Path]) -> None:
     assert verdict.notes == ()
 
 
+@pytest.mark.parametrize("name", ["/dev/stdin", "../glm_moe_dsa.yaml", "x.yaml", "", "glm_moe_dsa\n"])
+def test_a_recipe_that_the_manifest_names_by_path_is_not_opened(spoiled: tuple[Path, Path], name: str) -> None:
+    source, destination = spoiled
+    edit(destination / "weightprep.json", lambda manifest: manifest.update(recipe=name))
+    verdict = verify(source, destination)
+    assert [finding.subject for finding in verdict.findings] == [f"{destination / 'weightprep.json'}: recipe"]
+
+
 def test_hard_links_are_told_of_and_not_counted(spoiled: tuple[Path, Path]) -> None:
     source, destination = spoiled
     before = verify(source, destination)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -140,6 +142,25 @@ def test_deep_nesting_and_size_are_bounded(tmp_path: Path) -> None:
 def test_a_missing_file_and_a_misnamed_one(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"absent\.yaml"):
         load_recipe(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda path: None, "No such file or directory"),
+        (os.mkfifo, "no regular file"),
+        (Path.mkdir, "no regular file"),
+        (lambda path: path.write_bytes(b"#" * (2**20 + 1)), "a file of more than 1 MiB"),
+    ],
+)
+def test_only_a_regular_file_of_moderate_size_is_read(
+    tmp_path: Path, make: Callable[[Path], object], found: str
+) -> None:
+    path = tmp_path / "mine.yaml"
+    make(path)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    assert (caught.value.subject, caught.value.found) == (str(path), found)
     with pytest.raises(RecipeError, match="wanted other, the file's name"):
         load_recipe(write(tmp_path, GLM.read_text(encoding="utf-8"), "other"))
 

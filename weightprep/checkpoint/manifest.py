@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from weightprep.checkpoint.json_file import read_object
 from weightprep.errors import CheckpointError
@@ -82,7 +82,8 @@ class Manifest(_Frozen):
     schema_name: Literal["weightprep.manifest/1"] = "weightprep.manifest/1"
     tool_version: str
     layout: Literal["inline", "sidecar"]
-    recipe: str
+    # a name and never a path: whoever reads a manifest would open it
+    recipe: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
     recipe_hash: str
     precision: str | dict[str, str] | None
     nextn: Literal["convert", "keep"]

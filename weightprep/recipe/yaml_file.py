@@ -6,6 +6,8 @@ small file up.
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import yaml
@@ -41,18 +43,32 @@ class _Loader(yaml.SafeLoader):
 def read_yaml(path: Path) -> dict[str, object]:
     """The mapping that the YAML file `path` holds.
 
-    :raises RecipeError: unreadable, larger than 1 MiB, malformed, or no mapping from strings
+    :raises RecipeError: no regular file, unreadable, larger than 1 MiB, malformed, or no mapping from strings
     """
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise RecipeError(path, found="a file of more than 1 MiB", wanted="a recipe", remedy="check the path")
+        text = _read(path)
+    except (OSError, ValueError) as error:
+        found = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise RecipeError(path, found=found, wanted="a YAML file", remedy="check the path") from None
+    try:
         # _Loader is a SafeLoader: it makes strings, numbers, booleans, lists and mappings only
-        document = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        document = yaml.load(text, Loader=_Loader)
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
         # PyYAML lets Python's own ValueError out, for a date in month 99 or an integer of 5000 digits.
-        raise RecipeError(
-            path, found=str(error), wanted="a YAML file", remedy="check the path and the syntax"
-        ) from None
+        raise RecipeError(path, found=str(error), wanted="a YAML file", remedy="check the syntax") from None
     if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):
         raise RecipeError(path, found=type(document).__name__, wanted="a mapping", remedy="see docs/recipes.md")
     return document
+
+
+def _read(path: Path) -> str:
+    # Without O_NONBLOCK a FIFO would be waited for.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise RecipeError(path, found="no regular file", wanted="a YAML file", remedy="check the path")
+    with os.fdopen(fd, "rb") as file:
+        raw = file.read(_MAX_BYTES + 1)
+    if len(raw) > _MAX_BYTES:
+        raise RecipeError(path, found="a file of more than 1 MiB", wanted="a recipe", remedy="check the path")
+    return raw.decode("utf-8")
