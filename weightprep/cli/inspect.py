@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weightprep.cli.output import command, print_json, say
+from weightprep.cli.output import command, print_json, printable, say
 from weightprep.errors import EngineError
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def inspect(
     if model.recipe.nothing_to_convert is None:
         _print_table(forecasts)
     for name in unclaimed:
-        print(f"{name}: {why_unclaimed(model)}")
+        print(printable(f"{name}: {why_unclaimed(model)}"))
     for name, pair in scales.items():
         if pair is not None and not pair[0].fast:
             print(f"\n{name}: activation scales: today {_path(pair[0])}, prepared {_path(pair[1])}: {pair[0].reason}")

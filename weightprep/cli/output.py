@@ -18,7 +18,7 @@ import typer
 
 from weightprep.errors import WeightprepError
 
-__all__ = ["DEFAULT_WORKERS", "INTERRUPTED", "command", "print_json", "say"]
+__all__ = ["DEFAULT_WORKERS", "INTERRUPTED", "command", "print_json", "printable", "say"]
 
 INTERRUPTED = 130
 # More shards in flight than this gain nothing on one disk.
@@ -34,7 +34,17 @@ def print_json(schema: str, document: Mapping[str, Any]) -> None:
 
 def say(text: str = "") -> None:
     """Tell a person something that is not the result."""
-    print(text, file=sys.stderr)
+    print(printable(text, keep="\n"), file=sys.stderr)
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    """`text` with what moves a terminal's cursor, colours it or reverses the writing spelled as Python escapes.
+
+    Names in checkpoints and manifests are a stranger's, and could otherwise paint over what is said of them.
+
+    :param keep: characters that stay as they are
+    """
+    return "".join(char if char.isprintable() or char in keep else ascii(char)[1:-1] for char in text)
 
 
 def command(function: Callable[P, int | None]) -> Callable[P, None]:

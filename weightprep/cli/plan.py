@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from weightprep.cli.output import print_json, say
+from weightprep.cli.output import print_json, printable, say
 from weightprep.convert.options import Layout
 
 if TYPE_CHECKING:
@@ -120,11 +120,11 @@ def show_plan(plan: ConversionPlan, *, as_json: bool) -> None:
     if not plan.modules:
         print(f"nothing to convert: {_nothing_reason(plan)}")
         for name, why in _unclaimed(plan):
-            print(f"  {name}: {why}")
+            print(printable(f"  {name}: {why}"))
         say(f"no destination is written; {plan.options.source} can be used as it is")
         return
     for line in plan_lines(plan):
-        print(line)
+        print(printable(line))
     files = document["files"]
     print(
         f"  {files['rewritten']} file(s) written anew, {files['whole']} linked or copied, {files['other']} small ones"

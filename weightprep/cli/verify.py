@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from weightprep.cli.output import DEFAULT_WORKERS, command, print_json, say
+from weightprep.cli.output import DEFAULT_WORKERS, command, print_json, printable, say
 
 __all__ = ["verify"]
 
@@ -60,7 +60,7 @@ def verify(
         )
     else:
         for finding in verdict.findings[:_SHOWN]:
-            print(finding)
+            print(printable(str(finding)))
         if len(verdict.findings) > _SHOWN:
             print(f"... and {len(verdict.findings) - _SHOWN} more (--json lists all)")
         if not verdict.findings:
