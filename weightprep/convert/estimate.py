@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from weightprep.checkpoint.copying import copy_range
 from weightprep.checkpoint.json_file import open_regular
 from weightprep.convert.execute import needed_bytes
+from weightprep.convert.journal import finished_files, identity_of
 from weightprep.convert.options import nearest_existing
 from weightprep.convert.plan import ConversionPlan
 
@@ -30,7 +31,7 @@ class Estimate:
     """What was measured, and what follows for the whole.
 
     :param seconds: `nbytes` at the rate of the sample; arithmetic and small files are not in it
-    :param nbytes: bytes that the conversion writes; what it links costs nothing
+    :param nbytes: bytes that the conversion has yet to write; what it links costs nothing
     :param sample_bytes: bytes that were copied, and synced, to measure
     """
 
@@ -44,9 +45,13 @@ def estimate(plan: ConversionPlan) -> Estimate | None:
     """The time that `plan` takes on these disks as busy as they are now; None where that cannot be tried.
 
     A sample of the largest shard is copied into a file without a name at the destination's file system.
+
+    :raises CheckpointError: the plan of a conversion that was begun cannot be read
     """
-    needed = needed_bytes(plan)
-    directory = nearest_existing(plan.options.partial.parent)
+    options = plan.options
+    goes_on = not options.overwrite and identity_of(options.partial) == plan.identity
+    needed = needed_bytes(plan, finished_files(options.partial) if goes_on else ())
+    directory = nearest_existing(options.partial.parent)
     largest = max(plan.checkpoint.shards.values(), key=lambda header: header.file_size)
     status = os.statvfs(directory)
     if status.f_bavail * status.f_frsize < _LEAST_FREE_BYTES:
@@ -68,7 +73,7 @@ def estimate(plan: ConversionPlan) -> Estimate | None:
             done += step
         os.fsync(target)
         seconds = time.perf_counter() - began
-    except OSError:
+    except (OSError, EOFError):
         return None
     finally:
         os.close(target)
