@@ -51,7 +51,7 @@ class ModuleRecord(_Frozen):
     :param file: the file that holds the result, relative to the checkpoint directory
     :param source_encoding: how the source stored it ("bf16", "fp8_block", ...)
     :param target_encoding: how the result stores it
-    :param source_sha256: tensor name in the source -> SHA-256 of its bytes
+    :param source_sha256: tensor name in the source -> SHA-256 of its bytes; every tensor of the source is in it
     :param target_sha256: tensor name in the result -> SHA-256 of its bytes
     :param scale: the tensor's one scale; None where it has several or none
     :param overrides_exclude: the entry of the checkpoint's own exclude list that asked to leave the module alone
@@ -63,7 +63,7 @@ class ModuleRecord(_Frozen):
     file: str
     source_encoding: str
     target_encoding: str
-    source_sha256: dict[str, str]
+    source_sha256: dict[str, str] = Field(min_length=1)
     target_sha256: dict[str, str]
     scale: float | None
     quality: QualityRecord

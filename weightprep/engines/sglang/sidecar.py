@@ -83,16 +83,21 @@ class Sidecar:
 
     def stale(self, modules: list[str]) -> list[str]:
         """Those of `modules` whose weights in the checkpoint are not the ones that they were converted from."""
-        tensors = Checkpoint.open(self.model).tensors
+        checkpoint = Checkpoint.open(self.model)
         # reading and hashing leave the interpreter to others
         with ThreadPoolExecutor(min(_HASHERS, os.cpu_count() or 1)) as pool:
-            matches = pool.map(lambda module: self._matches(module, tensors), modules)
+            matches = pool.map(lambda module: self._matches(module, checkpoint), modules)
             return [module for module, matching in zip(modules, matches, strict=True) if not matching]
 
-    def _matches(self, module: str, tensors: Mapping[str, TensorRef]) -> bool:
-        return all(
-            name in tensors and _sha256(tensors[name]) == digest
-            for name, digest in self.records[module].source_sha256.items()
+    def _matches(self, module: str, checkpoint: Checkpoint) -> bool:
+        recorded = self.records[module].source_sha256
+        source = find_module(checkpoint.tensors, module, block_hint=checkpoint.config.weight_block_size)
+        if source is None:
+            return False
+        present = {ref.name: ref for ref in (source.weight, source.scale) if ref is not None}
+        # a record that leaves a tensor out vouches for nothing
+        return present.keys() == recorded.keys() and all(
+            _sha256(ref) == recorded[name] for name, ref in present.items()
         )
 
 

@@ -1,0 +1,94 @@
+"""Which sidecars are taken for those of the weights that are being served; none of it needs sglang."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hf_cache import COMMIT, into_cache
+from typer.testing import CliRunner
+
+from weightprep.cli import app
+from weightprep.engines.sglang.options import Options
+from weightprep.engines.sglang.prepare import Preparation
+from weightprep.engines.sglang.sidecar import Sidecar, open_sidecar
+from weightprep.errors import CheckpointError, EngineError
+from weightprep.recipe import find_recipe, resolve
+from weightprep.synth import synthesize
+
+MANIFEST = Path("weightprep/manifest.json")
+MODULE = "model.layers.0.self_attn.kv_b_proj"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A checkpoint with two tensors, weight and scale, for each module, and its sidecar."""
+    source = synthesize(tmp_path / "source", arch="deepseek_v3", encoding="fp8_block", layers=1, shards=2)
+    arguments = ["convert", str(source), str(tmp_path / "model"), "--layout", "sidecar", "--requantize"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    return tmp_path / "model"
+
+
+def edit_sources(model: Path, edit: Callable[[dict[str, str]], Any]) -> None:
+    """Apply `edit` to the digests of every module's sources."""
+    path = model / MANIFEST
+    document = json.loads(path.read_text())
+    for record in document["modules"]:
+        edit(record["source_sha256"])
+    path.write_text(json.dumps(document))
+
+
+def preparation(config: Path, **options: str) -> Preparation:
+    """Of a server of the model whose config.json is in the directory `config`."""
+    content = json.loads((config / "config.json").read_text())
+    plan = resolve(find_recipe(content["architectures"][0], content["model_type"]), content)
+    return Preparation(plan, Options.model_validate(options), "gfx950", (128, 128))
+
+
+def opened(model: Path, **options: str) -> Sidecar:
+    made = preparation(model, **options)
+    sidecar = open_sidecar(model, made.options, made.plan)
+    assert sidecar is not None
+    return sidecar
+
+
+def test_every_source_tensor_must_be_recorded(model: Path) -> None:
+    assert opened(model).stale([MODULE]) == []
+    edit_sources(model, lambda digests: digests.pop(f"{MODULE}.weight_scale_inv", None))
+    assert opened(model).stale([MODULE]) == [MODULE]
+
+
+def test_a_record_of_no_source_is_no_manifest(model: Path) -> None:
+    edit_sources(model, dict.clear)
+    with pytest.raises(CheckpointError, match="source_sha256"):
+        opened(model)
+
+
+@pytest.mark.parametrize("revision", [None, "main", COMMIT])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_hub_ids_snapshot_has_its_sidecar(model: Path, tmp_path: Path, revision: str | None, named: bool) -> None:
+    cache = tmp_path / "hub"
+    snapshot = into_cache(model, cache)
+    options = {"sidecar": str((snapshot / MANIFEST).parent)} if named else {}
+    made = preparation(snapshot, **options)
+    with made.reading("org/name", revision, str(cache)):
+        assert made.sidecar is not None
+        assert made.sidecar.model == snapshot
+        assert made.sidecar.stale([MODULE]) == []
+
+
+def test_a_named_sidecar_of_a_model_that_is_not_here_is_refused(model: Path, tmp_path: Path) -> None:
+    made = preparation(model, sidecar=str((model / MANIFEST).parent))
+    with (
+        pytest.raises(EngineError, match=r"(?s)sidecar.*org/name.*hf download org/name"),
+        made.reading("org/name", None, str(tmp_path / "hub")),
+    ):
+        pass
+    # nobody asked for one
+    made = preparation(model)
+    with made.reading("org/name", None, str(tmp_path / "hub")):
+        assert made.sidecar is None
