@@ -28,6 +28,8 @@ from weightprep.errors import CheckpointError
 def look(action, source):
     if action == "locate":
         return {"path": str(hub_source.locate(source))}
+    if action == "cached":
+        return {"path": str(hub_source.locate_cached(source))}
     checkpoint = hub.open_headers(source)
     return {
         "tensors": {name: [ref.shard, ref.info.dtype, ref.info.shape] for name, ref in checkpoint.tensors.items()},
@@ -227,6 +229,9 @@ def test_snapshot_is_cached_without_pickles_and_opens_offline(hub, server, ask):
     offline = Client(hub[1].home, server.url, HF_HUB_OFFLINE="1")
     assert offline.ask("locate", "org/name") == {"path": str(path)}
     assert "no complete copy" in str(offline.ask("locate", "org/other")["error"])
+    # the listing of the repository, which the cache keeps, has the pickle that is not there
+    assert offline.ask("cached", "org/name") == {"path": str(path)}
+    assert offline.ask("cached", "org/other") == {"path": "None"}
     offline.close()
 
 

@@ -33,7 +33,7 @@ from weightprep.checkpoint.hub_source import HubSource, parse_hub_source
 from weightprep.checkpoint.repository import INDEX_NAME, PICKLE_SUFFIXES, Checkpoint, assemble
 from weightprep.errors import CheckpointError
 
-__all__ = ["download", "open_headers"]
+__all__ = ["cached", "download", "open_headers"]
 
 # Covers the header of nearly every published shard in one request.
 _FIRST_BYTES = 128 * 2**10
@@ -69,6 +69,21 @@ def download(hub: HubSource) -> Path:
     with _explained(hub):
         ignored = [f"*{suffix}" for suffix in PICKLE_SUFFIXES]
         return Path(snapshot_download(hub.repo, revision=hub.revision, ignore_patterns=ignored))
+
+
+def cached(hub: HubSource, cache_dir: str | None = None) -> Path | None:
+    """The snapshot of a repository in the cache as far as it is there, None where nothing of it is; no network.
+
+    :param cache_dir: a cache in another place than huggingface_hub's own
+    """
+    try:
+        # with no file asked for, a snapshot of weights and configs alone is not taken for a download that was cut off
+        folder = snapshot_download(
+            hub.repo, revision=hub.revision, cache_dir=cache_dir, local_files_only=True, allow_patterns=[]
+        )
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    return Path(folder)
 
 
 def open_headers(source: str | Path) -> Checkpoint:
@@ -184,7 +199,7 @@ def _explained(hub: HubSource) -> Iterator[None]:
         raise _refused(hub, f"no revision {hub.revision!r}", "use a branch, a tag or a commit that it has") from None
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         remedy = "check the network and HF_HUB_OFFLINE, or pass a local directory"
-        raise _refused(hub, "no connection, and no complete copy in the cache", remedy) from error
+        raise _refused(hub, "no such local directory, no connection, and no complete copy in the cache", remedy) from error
     except EntryNotFoundError as error:
         remedy = "choose a repository that holds a whole model"
         raise _refused(hub, f"a missing file ({_first_line(error)})", remedy) from None

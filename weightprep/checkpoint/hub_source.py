@@ -6,10 +6,10 @@ Apart from the code that talks to the hub, whose libraries a local conversion do
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-__all__ = ["HubSource", "locate", "parse_hub_source"]
+__all__ = ["HubSource", "locate", "locate_cached", "parse_hub_source"]
 
 # org/name, hf://org/name, with @revision; typer and pathlib turn the two slashes of the scheme into one.
 _HUB_ID = re.compile(r"(?:hf:/{1,2})?(?P<repo>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[\w./-]+))?")
@@ -50,3 +50,20 @@ def locate(source: str | Path) -> Path:
     from weightprep.checkpoint.hub import download
 
     return download(hub)
+
+
+def locate_cached(source: str, revision: str | None = None, cache_dir: str | None = None) -> Path | None:
+    """The local directory of a checkpoint without asking the network: `source` itself, or the snapshot of a hub
+    repository as far as the cache has it; None where there is neither.
+
+    :param revision: of the repository; None is the one that `source` names, or main
+    :param cache_dir: a cache in another place than huggingface_hub's own
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    hub = parse_hub_source(source)
+    if hub is None:
+        return None
+    from weightprep.checkpoint.hub import cached
+
+    return cached(replace(hub, revision=revision or hub.revision), cache_dir)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import servers
+from hf_cache import into_cache
 from servers import Generation
 from tiny_models import LAYERS
 
@@ -43,7 +44,10 @@ def test_a_wrong_scale_would_be_seen(cpu_glm: Path, upstreams: Generation, tmp_p
     assert plain.prompts != upstreams.prompts
 
 
-def test_engine_generates_the_same_from_a_sidecar(cpu_glm: Path, upstreams: Generation, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_hub_id", [False, True], ids=["directory", "hub"])
+def test_engine_generates_the_same_from_a_sidecar(
+    is_hub_id: bool, cpu_glm: Path, upstreams: Generation, tmp_path: Path
+) -> None:
     converted = tmp_path / "sidecar"
     command = [
         str(Path(sys.executable).with_name("weightprep")),
@@ -54,7 +58,11 @@ def test_engine_generates_the_same_from_a_sidecar(cpu_glm: Path, upstreams: Gene
         "sidecar",
     ]
     subprocess.run(command, check=True, capture_output=True)
-    generation = servers.generate(converted, tmp_path / "out.json", "weightprep", GFX950)
+    model, environment = converted, {}
+    if is_hub_id:
+        into_cache(converted, tmp_path / "home" / "hub")
+        model, environment = Path("org/name"), {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    generation = servers.generate(model, tmp_path / "out.json", "weightprep", GFX950, **environment)
     assert "sidecar" in generation.log
     assert generation.prompts == upstreams.prompts
 

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from weightprep.checkpoint.hub_source import locate_cached
 from weightprep.engines.sglang.agreement import agree_on_maxima
 from weightprep.engines.sglang.modules import LiveModule, live_modules
 from weightprep.engines.sglang.options import Options
@@ -64,9 +64,22 @@ class Preparation:
     noise: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @contextmanager
-    def reading(self, folder: Path) -> Iterator[None]:
-        """While weights are read from `folder`, its sidecar counts."""
-        self.sidecar = open_sidecar(folder, self.options, self.plan) if folder.is_dir() else None
+    def reading(self, model: str, revision: str | None, cache_dir: str | None) -> Iterator[None]:
+        """While the weights of `model`, a directory or a hub id, are read, its sidecar counts.
+
+        :param revision: of the hub's repository
+        :param cache_dir: sglang's --download-dir
+        :raises EngineError: as `open_sidecar`, or a sidecar is named for a model that has no directory here
+        """
+        folder, asked = locate_cached(model, revision, cache_dir), self.options.sidecar
+        if folder is None and asked not in ("auto", "off"):
+            raise EngineError(
+                f'--model-loader-extra-config: {{"sidecar": {asked!r}}} for {model}',
+                found="neither a directory of that name nor a snapshot in the Hugging Face cache",
+                wanted="the model's files on this machine, which a sidecar is checked against",
+                remedy=f"run `hf download {model}` first, or serve a local directory",
+            )
+        self.sidecar = None if folder is None else open_sidecar(folder, self.options, self.plan)
         try:
             yield
         finally:
