@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weightprep.cli.output import command, print_json, printable, say
-from weightprep.errors import EngineError
+from weightprep.contracts import name_targets
 
 if TYPE_CHECKING:
     from weightprep.convert.compressor_prediction import CompressorForecast
@@ -18,20 +18,18 @@ if TYPE_CHECKING:
 
 __all__ = ["inspect"]
 
-_DEFAULT_ENGINE = "sglang==0.5.23"
-
 
 @command
 def inspect(
     src: Annotated[Path, typer.Argument(help="The checkpoint directory, or org/name\\[@revision] on the hub.")],
     target: Annotated[
         list[str] | None,
-        typer.Option(
-            help="gfx950 (MI350X, MI355X), gfx942 (MI300X), sm90 (H100, H200), sm100 (B200) or cpu; may be repeated. "
-            "Default: gfx950."
-        ),
+        typer.Option(help=f"{name_targets()}; may be repeated. Default: gfx950."),
     ] = None,
-    engine: Annotated[str, typer.Option(help="The engine whose gates are evaluated.")] = _DEFAULT_ENGINE,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="The engine whose gates are evaluated, sglang==VERSION; default: the sglang installed here."),
+    ] = None,
     recipe: Annotated[str | None, typer.Option(help="Recipe name or YAML file; default: by architecture.")] = None,
     precision: Annotated[str | None, typer.Option(help="As for convert.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
@@ -51,6 +49,7 @@ def inspect(
     from weightprep.checkpoint.hub import open_headers
     from weightprep.checkpoint.manifest import SIDECAR_MANIFEST
     from weightprep.cli.convert import parse_precision
+    from weightprep.cli.engine import choose_engine
     from weightprep.contracts.scale_gates import predict_scales
     from weightprep.convert.compressor_prediction import forecast_compressors
     from weightprep.convert.coverage import unclaimed_modules, why_unclaimed
@@ -58,7 +57,10 @@ def inspect(
     from weightprep.convert.planner import plan_model
     from weightprep.convert.prediction import forecast
 
-    version = _engine_version(engine)
+    chosen = choose_engine(engine)
+    version = chosen.version
+    if chosen.note is not None:
+        say(chosen.note)
     checkpoint = open_headers(src)
     options = ConvertOptions(src, src, recipe=recipe, precision=parse_precision(precision))
     model = plan_model(checkpoint, options)
@@ -78,7 +80,9 @@ def inspect(
                 "architecture": model.architecture,
                 "recipe": model.recipe.name,
                 "recipe_hash": model.recipe_hash,
-                "engine": engine,
+                "engine": chosen.name,
+                "engine_from": chosen.source,
+                "engine_note": chosen.note,
                 "quant_method": (checkpoint.config.quantization or {}).get("quant_method"),
                 "shards": len(checkpoint.shards),
                 "tensors": len(checkpoint.tensors),
@@ -99,7 +103,7 @@ def inspect(
         return None
     print(f"{src}: {model.architecture}, {len(checkpoint.tensors)} tensors in {len(checkpoint.shards)} shard(s)")
     print(f"{nbytes / 1e9:.2f} GB; " + ", ".join(f"{count} {dtype}" for dtype, count in dtypes.most_common()))
-    print(f"recipe {model.recipe.name}, {engine}\n")
+    print(f"recipe {model.recipe.name}, {chosen.name} ({chosen.source})\n")
     if model.recipe.nothing_to_convert is not None:
         print(f"nothing to convert: {model.recipe.nothing_to_convert}")
     if compressors:
@@ -120,6 +124,11 @@ def inspect(
         )
     for name in target or ["gfx950"]:
         layers = [layer for layer in forecasts if layer.target == name]
+        for prediction in dict.fromkeys(layer.prepared for layer in layers if not layer.prepared.fast):
+            count = sum(layer.prepared == prediction for layer in layers)
+            print(
+                f"\n{name}: {count} of {len(layers)} layer(s), prepared, take {_path(prediction)}: {prediction.reason}"
+            )
         mended = sum(layer.prepared.fast and not layer.today.fast for layer in layers)
         if mended:
             say(
@@ -134,18 +143,6 @@ def _conversion(layers: Sequence[LayerForecast], precision: str | None) -> str:
     asked = "" if precision is None else f" --precision {precision}"
     inline = all(layer.plan.precision == "fp8" for layer in layers)
     return f"weightprep convert{asked}" + ("" if inline else " --layout sidecar")
-
-
-def _engine_version(engine: str) -> str:
-    name, separator, version = engine.partition("==")
-    if name != "sglang" or not separator:
-        raise EngineError(
-            f"--engine {engine}",
-            found="an engine without gates here",
-            wanted="sglang==VERSION",
-            remedy=f"for example --engine {_DEFAULT_ENGINE}",
-        )
-    return version
 
 
 def _describe_path(prediction: Any) -> dict[str, Any]:

@@ -1,11 +1,21 @@
 """What must hold for a kernel path to be taken: tensor specs, violations, and the gates themselves as data."""
 
-from weightprep.contracts.gates import GATES, TARGETS, Gate, Prediction, predict
+from weightprep.contracts.gates import (
+    GATES,
+    READ_RELEASES,
+    TARGETS,
+    Gate,
+    Prediction,
+    name_targets,
+    predict,
+    unread_note,
+)
 from weightprep.contracts.tensor_spec import Place, TensorSpec
 from weightprep.contracts.violation import ModelContractError, Violation, raise_violations
 
 __all__ = [
     "GATES",
+    "READ_RELEASES",
     "TARGETS",
     "Gate",
     "ModelContractError",
@@ -13,6 +23,8 @@ __all__ = [
     "Prediction",
     "TensorSpec",
     "Violation",
+    "name_targets",
     "predict",
     "raise_violations",
+    "unread_note",
 ]

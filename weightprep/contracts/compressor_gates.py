@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from packaging.specifiers import SpecifierSet
 
-from weightprep.contracts.gates import TARGETS, Prediction, engine_version_of
+from weightprep.contracts.gates import TARGETS, Prediction, engine_version_of, name_targets
 from weightprep.errors import EngineError
 
 __all__ = ["COMPRESSOR_GATES", "CompressorGate", "predict_compressor"]
@@ -78,7 +78,7 @@ def predict_compressor(
             f"target {target}",
             found="unknown",
             wanted=f"one of {', '.join(TARGETS)}",
-            remedy="name the architecture: gfx950 is MI350X and MI355X, gfx942 MI300X, sm90 H100 and H200, sm100 B200",
+            remedy=f"name the architecture: {name_targets()}",
         )
     version = engine_version_of(engine_version)
     gate = next(

@@ -1,9 +1,8 @@
 """Which kernel path an absorbed matmul takes, as sglang decides it: the conditions as data, in the order of evaluation.
 
-Read from the sources of sglang 0.5.12, 0.5.15, 0.5.18, 0.5.20, 0.5.22 and 0.5.23 (forward_mla.py and
-forward_mla_rocm.py). The conditions compare dtypes, so whether a layer is fast can be told before anything is loaded.
-The two matmuls have gates of their own, and on ROCm the second one looks at the weight of the first; `predict` joins
-them.
+Read from the sources of sglang's releases in READ_RELEASES (forward_mla.py and forward_mla_rocm.py). The conditions
+compare dtypes, so whether a layer is fast can be told before anything is loaded. The two matmuls have gates of their
+own, and on ROCm the second one looks at the weight of the first; `predict` joins them.
 """
 
 from __future__ import annotations
@@ -17,9 +16,29 @@ from packaging.version import InvalidVersion, Version
 
 from weightprep.errors import EngineError
 
-__all__ = ["GATES", "TARGETS", "Gate", "Prediction", "engine_version_of", "predict"]
+__all__ = [
+    "GATES",
+    "READ_RELEASES",
+    "TARGETS",
+    "TARGET_NAMES",
+    "Gate",
+    "Prediction",
+    "engine_version_of",
+    "name_targets",
+    "predict",
+    "unread_note",
+]
 
-TARGETS = ("gfx950", "gfx942", "sm90", "sm100", "cpu")
+# target -> the hardware that it is, where it has a name
+TARGET_NAMES: Mapping[str, str] = {
+    "gfx950": "MI350X, MI355X",
+    "gfx942": "MI300X",
+    "sm90": "H100, H200",
+    "sm100": "B200",
+    "cpu": "",
+}
+TARGETS = tuple(TARGET_NAMES)
+READ_RELEASES = ("0.5.12", "0.5.15", "0.5.18", "0.5.20", "0.5.22", "0.5.23")
 SUPPORTED_ENGINES = SpecifierSet(">=0.5.12", prereleases=True)
 
 _ROCM = ("gfx950", "gfx942")
@@ -110,7 +129,7 @@ def predict(target: str, engine_version: str, attributes: Mapping[str, str]) -> 
             f"target {target}",
             found="unknown",
             wanted=f"one of {', '.join(TARGETS)}",
-            remedy="name the architecture: gfx950 is MI350X and MI355X, gfx942 MI300X, sm90 H100 and H200, sm100 B200",
+            remedy=f"name the architecture: {name_targets()}",
         )
     version = engine_version_of(engine_version)
     q, v = (_select(matmul, target, version, attributes) for matmul in ("q", "v"))
@@ -139,6 +158,19 @@ def _select(matmul: str, target: str, version: Version, attributes: Mapping[str,
 @cache
 def _specifier(versions: str) -> SpecifierSet:
     return SpecifierSet(versions, prereleases=True)
+
+
+def name_targets() -> str:
+    """Each target with the hardware that it is, for help and messages."""
+    return ", ".join(f"{target} ({hardware})" if hardware else target for target, hardware in TARGET_NAMES.items())
+
+
+def unread_note(engine_version: str) -> str | None:
+    """What to tell of predictions for a release above those that were read; None where nothing is to be told."""
+    version = Version(engine_version_of(engine_version).public)
+    if version <= Version(READ_RELEASES[-1]):
+        return None
+    return f"gates were read up to {READ_RELEASES[-1]}: sglang {version} may decide otherwise"
 
 
 def engine_version_of(engine_version: str) -> Version:

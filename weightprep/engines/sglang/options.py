@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
+from weightprep.contracts import name_targets
 from weightprep.errors import EngineError
 
 __all__ = ["TARGET_VARIABLE", "Options", "split_options"]
@@ -84,4 +85,5 @@ def split_options(extra: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         where = TARGET_VARIABLE if key == "target" and "target" not in extra else f"--model-loader-extra-config: {key}"
-        raise EngineError(where, found=repr(first["input"]), wanted=first["msg"], remedy="correct the value") from None
+        remedy = f"name the architecture: {name_targets()}" if key == "target" else "correct the value"
+        raise EngineError(where, found=repr(first["input"]), wanted=first["msg"], remedy=remedy) from None

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
+from weightprep.contracts import READ_RELEASES
 from weightprep.errors import EngineError
 
 __all__ = [
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 OLDEST = Version("0.5.12")
-KNOWN = tuple(Version(text) for text in ("0.5.12", "0.5.15", "0.5.18", "0.5.20", "0.5.22", "0.5.23"))
+KNOWN = tuple(Version(text) for text in READ_RELEASES)
 
 _LOADER = "sglang.srt.model_loader.loader"
 VERIFY_LOAD_FORMAT = "sglang.srt.configs.load_config.LoadConfig._verify_load_format"
