@@ -267,7 +267,9 @@ def report_and_log(
         return report(state, path, folder, extra), messages
 
 
-def report_of_zero_dummies(state: Any, path: Path, folder: Path) -> tuple[dict[str, Any], list[str]]:
+def report_of_zero_dummies(
+    state: Any, path: Path, folder: Path, precision: str
+) -> tuple[dict[str, Any], list[str]]:
     """:func:`report_and_log` of a dummy load whose weights are zeros, as uninitialised memory often is."""
     import sglang.srt.model_loader.loader as upstream
 
@@ -277,7 +279,7 @@ def report_of_zero_dummies(state: Any, path: Path, folder: Path) -> tuple[dict[s
 
     kept, upstream.initialize_dummy_weights = upstream.initialize_dummy_weights, zeros
     try:
-        return report_and_log(state, path, folder, {"inner": "dummy"})
+        return report_and_log(state, path, folder, {"inner": "dummy", "precision": precision})
     finally:
         upstream.initialize_dummy_weights = kept
 

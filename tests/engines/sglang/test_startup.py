@@ -32,6 +32,16 @@ def wrong_layout(tmp_path: Path) -> Path:
     return recipe
 
 
+def scale_of_layer_1(model: Path, factor: float) -> None:
+    """Multiply the scales that the sidecar of `model` has for layer 1."""
+    for file in (model / "weightprep").glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in tensors:
+            if "layers.1." in name and name.endswith("scale"):
+                tensors[name] = tensors[name] * factor
+        save_file(tensors, file)
+
+
 def test_table_and_json(tp1: Ranks, glm: Path, tmp_path: Path) -> None:
     report, log = tp1.run(on_ranks.report_and_log, glm, tmp_path)[0]
     assert report["schema"] == "weightprep.startup/1"
@@ -59,6 +69,18 @@ def test_warn_keeps_serving_and_says_each_cause_once(tp1: Ranks, glm: Path, wron
     assert len(report["layers"]) == LAYERS
     (warning,) = [message for message in log if "strides are" in message]
     assert f"(and {LAYERS - 1} more layers)" in warning
+    assert f"weightprep: no canary for {LAYERS} layer(s) that violate their contract" in log
+    assert not any("canary passed" in message for message in log)
+
+
+def test_layers_without_a_violation_have_their_canary(
+    tp1: Ranks, glm: Path, tmp_path: Path, sidecar_of: Callable[[Path, Path], Path]
+) -> None:
+    model = sidecar_of(glm, tmp_path / "model")
+    scale_of_layer_1(model, 1.5)
+    _, log = tp1.run(on_ranks.report_and_log, model, tmp_path, {"on_violation": "warn"})[0]
+    assert "weightprep: no canary for 1 layer(s) that violate their contract" in log
+    assert "weightprep: canary passed for 1 distinct kernel path(s)" in log
 
 
 @pytest.mark.parametrize(
@@ -96,11 +118,12 @@ def test_zero_weights_have_scale_one(tp1: Ranks, glm: Path) -> None:
         assert not absorbed.w_kc.float().any()
 
 
-def test_zero_dummies_are_served_with_one_warning(tp1: Ranks, glm: Path, tmp_path: Path) -> None:
-    report, log = tp1.run(on_ranks.report_of_zero_dummies, glm, tmp_path)[0]
+@pytest.mark.parametrize("precision", ["fp8", "mxfp4", "bf16"])
+def test_zero_dummies_are_served_with_one_warning(precision: str, tp1: Ranks, glm: Path, tmp_path: Path) -> None:
+    report, log = tp1.run(on_ranks.report_of_zero_dummies, glm, tmp_path, precision)[0]
     assert len(report["layers"]) == LAYERS
     (warning,) = [message for message in log if "all zeros" in message]
-    assert warning == f"weightprep: kv_b_proj of layer 0 and {LAYERS - 1} more is all zeros: scale 1"
+    assert warning == f"weightprep: kv_b_proj of layer 0 and {LAYERS - 1} more is all zeros"
 
 
 @pytest.mark.parametrize("precision", ["fp8", "mxfp4", "bf16", "bf16+fp8"])
@@ -124,12 +147,7 @@ def test_a_scale_that_is_not_the_weights_is_a_violation(
 ) -> None:
     """dtype, shape, strides and range of everything are right."""
     model = sidecar_of(glm, tmp_path / "model")
-    for file in (model / "weightprep").glob("*.safetensors"):
-        tensors = load_file(file)
-        for name in tensors:
-            if "layers.1." in name and name.endswith("scale"):
-                tensors[name] = tensors[name] * 1.5
-        save_file(tensors, file)
+    scale_of_layer_1(model, 1.5)
     with pytest.raises(RankFailed) as failure:
         tp2.run(on_ranks.load, model)
     # noise is half of the signal: 20 log10(2) = 6.02 dB

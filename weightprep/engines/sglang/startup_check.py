@@ -39,7 +39,8 @@ def check_startup(
     version = str(installed_version() or KNOWN[-1])
     predictions = [predict(preparation.target, version, _attributes(module.owner)) for module in modules]
     reports = tuple(_report(*pair, preparation) for pair in zip(modules, predictions, strict=True))
-    violations = [fault for pair in zip(modules, predictions, strict=True) for fault in _violations(*pair, preparation)]
+    faults = [_violations(*pair, preparation) for pair in zip(modules, predictions, strict=True)]
+    violations = [fault for found in faults for fault in found]
     if not is_reload and all(module.rank == 0 for module in modules):
         log_report(model, preparation, version, reports)
     _warn_of_zeros(modules)
@@ -47,12 +48,17 @@ def check_startup(
         _warn(violations)
     else:
         raise_violations(violations)
-        if preparation.options.canary == "on" and not (is_reload or weights_are_random):
-            _run_canary(modules, predictions, preparation)
+    if preparation.options.canary == "on" and not (is_reload or weights_are_random):
+        sound = [pair for pair, found in zip(zip(modules, predictions, strict=True), faults, strict=True) if not found]
+        if len(sound) < len(modules):
+            left_out = len(modules) - len(sound)
+            logger.warning("weightprep: no canary for %d layer(s) that violate their contract", left_out)
+        if sound or not modules:
+            _run_canary(sound, preparation)
     return reports
 
 
-def _run_canary(modules: list[LiveModule], predictions: list[Prediction], preparation: Preparation) -> None:
+def _run_canary(layers: list[tuple[LiveModule, Prediction]], preparation: Preparation) -> None:
     kernels = server_kernels(preparation.options.runtime)
     if kernels is None:
         logger.info("weightprep: no canary: upstream's kernels of this device cannot be called alone")
@@ -67,7 +73,7 @@ def _run_canary(modules: list[LiveModule], predictions: list[Prediction], prepar
             w_scale_k=module.owner.w_scale_k,
             w_scale_v=module.owner.w_scale_v,
         )
-        for module, prediction in zip(modules, predictions, strict=True)
+        for module, prediction in layers
         if module.plan.source in preparation.origins
     ]
     logger.info("weightprep: canary passed for %d distinct kernel path(s)", run_canary(samples, kernels))
@@ -160,13 +166,23 @@ def _violation(place: Place, found: str, wanted: str) -> Violation:
 
 
 def _warn_of_zeros(modules: list[LiveModule]) -> None:
-    """A weight of zeros, as dummy loads of some kinds have, gets scale 1; it is not a violation, but never meant."""
-    # no other weight can be expected to have this very scale
-    ones = [m for m in modules if isinstance(m.owner.w_scale, torch.Tensor) and bool((m.owner.w_scale == 1).all())]
-    zeros = [module.plan.layer for module in ones if not bool(module.owner.w_kc.to(torch.float32).any())]
+    """A weight of zeros, as dummy loads of some kinds have, is not a violation, but never meant."""
+    zeros = [m.plan.layer for m in modules if _is_zero(m.owner.w_kc) and _is_zero(m.owner.w_vc)]
     if zeros:
         more = f" and {len(zeros) - 1} more" if len(zeros) > 1 else ""
-        logger.warning("weightprep: kv_b_proj of layer %d%s is all zeros: scale 1", zeros[0], more)
+        logger.warning("weightprep: kv_b_proj of layer %d%s is all zeros", zeros[0], more)
+
+
+def _is_zero(weight: object) -> bool:
+    if not isinstance(weight, torch.Tensor):
+        return False
+    # all but the sign of two packed e2m1 numbers, or of one e4m3 number
+    mask = 0x77 if weight.dtype is torch.uint8 else 0x7F
+    # nearly every weight is known by its first head
+    for heads in (weight[:1], weight):
+        if bool((heads.view(torch.uint8) & mask if heads.element_size() == 1 else heads).any()):
+            return False
+    return True
 
 
 def _warn(violations: list[Violation]) -> None:
