@@ -134,6 +134,17 @@ def test_exit_codes(source: Path, converted: Path, tmp_path: Path) -> None:
     assert run("convert", source, tmp_path / "dst", "--no-such-flag").returncode == 2
 
 
+def test_verify_tells_what_is_no_result_from_what_is_a_bad_one(source: Path, converted: Path, tmp_path: Path) -> None:
+    spoiled = tmp_path / "spoiled"
+    shutil.copytree(converted, spoiled)
+    (spoiled / "README.md").write_text("other")
+    assert run("verify", source, spoiled).stderr.endswith(f"do not serve {spoiled}; convert again\n")
+    swapped = run("verify", converted, source)
+    assert swapped.returncode == 1
+    assert swapped.stderr.endswith(f"{source} is not a result of convert\n")
+    assert "serve" not in swapped.stderr
+
+
 def test_dry_run_tells_space_and_time_and_leaves_nothing(source: Path, tmp_path: Path) -> None:
     done = run("convert", source, tmp_path / "dst", "--dry-run", "--link", "copy")
     assert done.returncode == 0

@@ -36,6 +36,7 @@ def verify(
       weightprep verify GLM-5.2 GLM-5.2-prepared
     """
     from weightprep.checkpoint.hub_source import locate
+    from weightprep.checkpoint.manifest import MANIFEST_NAME, SIDECAR_MANIFEST
     from weightprep.cli.progress import progress
     from weightprep.convert.verify import verify as judge
 
@@ -76,5 +77,7 @@ def verify(
             "converted with --allow-quality-loss, says the manifest"
         )
     if verdict.findings:
-        say(f"{len(verdict.findings)} finding(s): do not serve {dst}; convert again")
+        is_result = any((dst / name).exists() for name in (MANIFEST_NAME, SIDECAR_MANIFEST))
+        conclusion = f"do not serve {dst}; convert again" if is_result else f"{dst} is not a result of convert"
+        say(f"{len(verdict.findings)} finding(s): {conclusion}")
     return 1 if verdict.findings else None
