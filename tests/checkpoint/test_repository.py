@@ -131,7 +131,9 @@ def test_no_weights_at_all(tmp_path):
 def test_no_config(tmp_path):
     root = write_checkpoint(tmp_path, {"model.safetensors": ["a"]})
     (root / "config.json").unlink()
-    refused(root, "config.json", "No such file")
+    # said before anything else that is wrong with a folder of other things
+    (root / "link").symlink_to(tmp_path.parent)
+    refused(root, "a directory without config.json")
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,14 @@ name is in two shards.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from weightprep.checkpoint.config import ModelConfig, read_config
+from weightprep.checkpoint.config import CONFIG_NAME, ModelConfig, read_config
 from weightprep.checkpoint.dtypes import DTYPES
 from weightprep.checkpoint.header import Header, TensorInfo, read_header
 from weightprep.checkpoint.json_file import read_object
@@ -115,6 +116,13 @@ class Checkpoint:
             raise CheckpointError(
                 root,
                 found="a file" if root.exists() else "nothing at this path",
+                wanted="a checkpoint directory",
+                remedy="pass the directory that holds config.json and the .safetensors files",
+            )
+        if not os.path.lexists(root / CONFIG_NAME):
+            raise CheckpointError(
+                root,
+                found=f"a directory without {CONFIG_NAME}",
                 wanted="a checkpoint directory",
                 remedy="pass the directory that holds config.json and the .safetensors files",
             )
