@@ -12,7 +12,7 @@ from hf_cache import COMMIT, into_cache
 from typer.testing import CliRunner
 
 from weightprep.cli import app
-from weightprep.engines.sglang.options import Options
+from weightprep.engines.sglang.options import Options, split_options
 from weightprep.engines.sglang.prepare import Preparation
 from weightprep.engines.sglang.sidecar import Sidecar, open_sidecar
 from weightprep.errors import CheckpointError, EngineError
@@ -92,3 +92,15 @@ def test_a_named_sidecar_of_a_model_that_is_not_here_is_refused(model: Path, tmp
     made = preparation(model)
     with made.reading("org/name", None, str(tmp_path / "hub")):
         assert made.sidecar is None
+
+
+def test_scales_of_each_rank_are_refused_with_a_sidecar(model: Path) -> None:
+    with pytest.raises(EngineError, match=r"(?s)scale_scope.*off"):
+        opened(model, scale_scope="rank")
+    made = preparation(model, scale_scope="rank", sidecar="off")
+    assert open_sidecar(model, made.options, made.plan) is None
+
+
+@pytest.mark.parametrize(("value", "meant"), [(False, "off"), (True, "auto")])
+def test_a_boolean_is_understood(value: bool, meant: str) -> None:
+    assert split_options({"sidecar": value})[0].sidecar == meant

@@ -59,6 +59,11 @@ class Options(BaseModel):
         # YAML and JSON writers turn on and off into booleans
         return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
+    @field_validator("sidecar", mode="before")
+    @classmethod
+    def _sidecar_boolean(cls, value: object) -> object:
+        return {True: "auto", False: "off"}[value] if isinstance(value, bool) else value
+
 
 def split_options(extra: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]:
     """Our options, and the keys that are left for the inner loader.

@@ -107,7 +107,8 @@ def open_sidecar(model: Path, options: Options, plan: ModelPlan) -> Sidecar | No
     :param options: their `sidecar`: "auto" takes the directory's own if it has one, "off" none; else it is the
         directory that holds manifest.json
     :param plan: what this server makes of the model, which the sidecar must be made for
-    :raises EngineError: it is named and not there, or was made with another recipe, precision or choice for NextN
+    :raises EngineError: it is named and not there, was made with another recipe, precision or choice for NextN, or
+        scales are asked for by rank
     :raises CheckpointError: it is damaged
     """
     asked = options.sidecar
@@ -120,6 +121,13 @@ def open_sidecar(model: Path, options: Options, plan: ModelPlan) -> Sidecar | No
             found=f"no {path}",
             wanted="a manifest",
             remedy="give the directory that `weightprep convert --layout sidecar` made",
+        )
+    if options.scale_scope == "rank":
+        raise EngineError(
+            path,
+            found="a sidecar, whose scales are those of whole tensors",
+            wanted='no sidecar with {"scale_scope": "rank"}',
+            remedy='serve with {"scale_scope": "rank", "sidecar": "off"}, or leave scale_scope out',
         )
     manifest = read_manifest(path)
     if manifest.recipe_hash != plan.recipe_hash:
