@@ -123,6 +123,14 @@ def test_failures_are_documents_too(source: Path, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("wrong", [["--no-such-flag"], ["--workers", "many"], []])
+def test_usage_errors_are_text_alone(wrong: list[str]) -> None:
+    done = run("convert", "--json", *wrong)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "Usage: " in done.stderr
+
+
 def test_exit_codes(source: Path, converted: Path, tmp_path: Path) -> None:
     spoiled = tmp_path / "spoiled"
     shutil.copytree(converted, spoiled)
