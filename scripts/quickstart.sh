@@ -8,6 +8,7 @@ work="${1:-.quickstart}"
 
 if ! .venv/bin/weightprep --version >/dev/null 2>&1; then
   .venv/bin/python -c '' 2>/dev/null || "${PYTHON:-python3}" -m venv .venv
+  echo "installing weightprep with torch into .venv: about 5.5 GB, some minutes" >&2
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -e .
 fi
 weightprep=.venv/bin/weightprep
