@@ -199,7 +199,8 @@ def _explained(hub: HubSource) -> Iterator[None]:
         raise _refused(hub, f"no revision {hub.revision!r}", "use a branch, a tag or a commit that it has") from None
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         remedy = "check the network and HF_HUB_OFFLINE, or pass a local directory"
-        raise _refused(hub, "no such local directory, no connection, and no complete copy in the cache", remedy) from error
+        found = "no such local directory, no connection, and no complete copy in the cache"
+        raise _refused(hub, found, remedy) from error
     except EntryNotFoundError as error:
         remedy = "choose a repository that holds a whole model"
         raise _refused(hub, f"a missing file ({_first_line(error)})", remedy) from None
