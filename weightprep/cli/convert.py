@@ -39,7 +39,7 @@ def convert(
     layout: Annotated[Layout, typer.Option(help="Into the shards, or into a subfolder beside them.")] = Layout.INLINE,
     link: Annotated[LinkMode, typer.Option(help="How untouched shards come over.")] = LinkMode.AUTO,
     precision: Annotated[
-        str | None, typer.Option(help="fp8, mxfp4 or bf16; or by layer group: decoder=fp8,nextn=bf16.")
+        str | None, typer.Option(help="fp8, mxfp4, bf16 or bf16+fp8; or by layer group: decoder=fp8,nextn=bf16.")
     ] = None,
     nextn: Annotated[NextN, typer.Option(help="What to do with the NextN layer's weights.")] = NextN.CONVERT,
     requantize: Annotated[bool, typer.Option("--requantize", help="Store fp8 sources again under one scale.")] = False,

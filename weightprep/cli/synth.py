@@ -22,7 +22,7 @@ def synth(
     arch: Annotated[
         str,
         typer.Option(
-            help="glm_moe_dsa, glm4_moe_lite, deepseek_v2_lite, deepseek_v3, "
+            help="glm_moe_dsa, glm4_moe_lite, deepseek_v2, deepseek_v2_lite, deepseek_v3, "
             "deepseek_v32, deepseek_v4, kimi_k2 or kimi_k25."
         ),
     ] = "glm_moe_dsa",
