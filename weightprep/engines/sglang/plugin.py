@@ -47,7 +47,8 @@ def _verify_load_format(original: Callable[[Any], None], load_config: Any) -> No
 
 def _server_args_given(original: Callable[[Any], None], server: Any) -> None:
     """Around the method of ServerArgs from where on sglang reads the model's files and replaces load formats."""
-    if str(server.load_format).lower() == LOAD_FORMAT:
+    formats = (server.load_format, getattr(server, "speculative_draft_load_format", None))
+    if LOAD_FORMAT in (str(asked).lower() for asked in formats):
         from weightprep.engines.sglang.guard import guard_server
 
         guard_server(server)
