@@ -22,6 +22,7 @@ from weightprep.engines.sglang.hardware import resolve_target
 from weightprep.engines.sglang.lora import server_arguments, warn_if_lora_is_ignored
 from weightprep.engines.sglang.options import Options, split_options
 from weightprep.engines.sglang.prepare import Preparation, around_post_load_weights, preparation_of, preparing
+from weightprep.engines.sglang.report import check_destination
 from weightprep.engines.sglang.runtime_hooks import register_runtime_hooks
 from weightprep.engines.sglang.scale_check import check_scales
 from weightprep.engines.sglang.startup_check import check_startup
@@ -59,9 +60,10 @@ class WeightprepLoader(DefaultModelLoader):  # type: ignore[misc]  # sglang has 
     def load_model(self, *, model_config: Any, device_config: Any) -> torch.nn.Module:
         """Load and prepare a model.
 
-        :raises WeightprepError: nothing is known to prepare in this model, or a contract is broken and on_violation is
-            error
+        :raises WeightprepError: nothing is known to prepare in this model, a contract is broken and on_violation is
+            error, or WEIGHTPREP_REPORT cannot be written
         """
+        check_destination()
         preparation = _plan(self.options, model_config)
         with ExitStack() as stack:
             stack.enter_context(preparing(preparation))

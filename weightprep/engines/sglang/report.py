@@ -11,8 +11,9 @@ from typing import Any
 
 from weightprep.engines.sglang.metrics import export_layers
 from weightprep.engines.sglang.prepare import Preparation
+from weightprep.errors import EngineError
 
-__all__ = ["REPORT_VARIABLE", "LayerReport", "log_report"]
+__all__ = ["REPORT_VARIABLE", "LayerReport", "check_destination", "log_report"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,24 @@ def log_report(model: Any, preparation: Preparation, version: str, reports: tupl
         if any(report.group == "nextn" for report in reports):
             path = path.with_name(f"{path.stem}.nextn{path.suffix}")
         path.write_text(json.dumps(head | {"layers": layers}, indent=2) + "\n")
+
+
+def check_destination() -> None:
+    """Before the load, whether a report can be written after it.
+
+    :raises EngineError: it cannot
+    """
+    destination = os.environ.get(REPORT_VARIABLE)
+    if not destination:
+        return
+    path = Path(destination)
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise EngineError(
+            f"{REPORT_VARIABLE}={destination}",
+            found="a file that cannot be written",
+            wanted="a file in a directory that exists",
+            remedy=f"create the directory, or unset {REPORT_VARIABLE}",
+        )
 
 
 def _table(preparation: Preparation, reports: tuple[LayerReport, ...]) -> list[str]:
