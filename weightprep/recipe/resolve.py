@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Literal
@@ -40,7 +41,7 @@ def resolve(
     :raises RecipeError: dims that are missing or not positive integers, an unknown precision or group, too many layers
     """
     architecture, model, root = _unwrap(recipe, config)
-    dims = {name: _dim(model, key) for name, key in recipe.dims.items()}
+    dims = {name: _dim(model, key, f"recipe {recipe.name}: dims.{name}") for name, key in recipe.dims.items()}
     _check_groups(recipe, precision)
     modules: list[ModulePlan] = []
     kept: list[str] = []
@@ -100,8 +101,16 @@ def _unwrap(recipe: Recipe, config: Mapping[str, object]) -> tuple[str, Mapping[
     return str(architecture), inner, wrapper.prefix
 
 
-def _dim(model: Mapping[str, object], key: str) -> int:
+def _dim(model: Mapping[str, object], key: str, where: str) -> int:
     value = model.get(key)
+    likely = difflib.get_close_matches(key, model, n=1, cutoff=0.8) if key not in model else []
+    if likely:
+        raise RecipeError(
+            where,
+            found=f"{key!r}, a key that config.json does not have",
+            wanted=f"{likely[0]!r}, perhaps",
+            remedy="correct the recipe; if the recipe is right, config.json is incomplete",
+        )
     if type(value) is not int or value <= 0:
         raise RecipeError(
             f"config.json: {key}",

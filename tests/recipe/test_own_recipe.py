@@ -1,0 +1,39 @@
+"""What is told to whoever writes a recipe of their own: whose mistake it is, and how to begin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from weightprep.errors import RecipeError
+from weightprep.recipe import find_recipe, load_recipe, resolve
+
+CONFIG = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "num_attention_heads": 4,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "kv_lora_rank": 128,
+    "num_hidden_layers": 1,
+}
+
+
+def test_a_misspelt_config_key_is_the_recipes_mistake(tmp_path: Path) -> None:
+    shipped = Path(__file__).parents[2] / "configs" / "glm_moe_dsa.yaml"
+    own = tmp_path / "my_mla.yaml"
+    text = shipped.read_text(encoding="utf-8").replace("name: glm_moe_dsa", "name: my_mla")
+    own.write_text(text.replace("rank: kv_lora_rank", "rank: kv_lora_rnk"), encoding="utf-8")
+    with pytest.raises(RecipeError, match=r"recipe my_mla: dims.rank: found 'kv_lora_rnk'.*wanted 'kv_lora_rank'"):
+        resolve(load_recipe(own), CONFIG)
+
+
+def test_a_config_without_the_key_is_the_configs() -> None:
+    config = {key: value for key, value in CONFIG.items() if key != "kv_lora_rank"}
+    with pytest.raises(RecipeError, match=r"config.json: kv_lora_rank: found nothing"):
+        resolve(load_recipe("glm_moe_dsa"), config)
+
+
+def test_an_unknown_architecture_is_told_how_to_begin() -> None:
+    with pytest.raises(RecipeError, match=r"weightprep recipes show deepseek_v3 > my_mla.yaml"):
+        find_recipe("MyMlaForCausalLM")
