@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from weightprep.synth import synthesize
 
@@ -64,3 +65,15 @@ def test_a_known_architecture(tmp_path: Path, options: tuple[str, ...]) -> None:
     serve = line(lines, "then: ")
     assert ("--model-loader-extra-config" in serve) == bool(options)
     assert any(MAY_LEAVE_OUT in text for text in lines)
+
+
+def test_a_module_with_heads_of_very_different_size_is_named(tmp_path: Path) -> None:
+    synthesize(tmp_path / "src", layers=1, shards=1)
+    (shard,) = (tmp_path / "src").glob("*.safetensors")
+    tensors = load_file(shard)
+    name = "model.layers.0.self_attn.kv_b_proj"
+    # one value of one head; the others keep their amax of well below 1
+    tensors[f"{name}.weight"][0, 0] = 3e4
+    save_file(tensors, shard, {"format": "pt"})
+    (warning,) = [text for text in convert(tmp_path) if text.startswith("warning: ")]
+    assert name in warning

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from weightprep.checkpoint.manifest import QualityRecord
-from weightprep.convert.quality import is_below, measure
+from weightprep.convert.quality import has_uneven_heads, is_below, measure
 from weightprep.errors import CheckpointError
 from weightprep.formats import EncodedShape, Encoding
 from weightprep.transforms import Bundle
@@ -71,3 +71,10 @@ def test_no_floor_is_never_missed() -> None:
     poor = QualityRecord(relative_error=1.0, sqnr_db=0.0, max_error=1.0, amax=1.0, head_amax_ratio=None)
     assert not is_below(poor, None)
     assert is_below(poor, 28.0)
+
+
+@pytest.mark.parametrize(("factor", "uneven"), [(1000.0, False), (1100.0, True), (0.0009, True)])
+def test_heads_of_very_different_size_are_told(factor: float, uneven: bool) -> None:
+    weight = torch.ones(8, 4)
+    weight[:2] *= factor
+    assert has_uneven_heads(measure(fp32(weight), fp32(weight.clone()), heads=4, name="w")) is uneven

@@ -19,7 +19,11 @@ from weightprep.transforms import Bundle, StepContext
 from weightprep.transforms.dequantize import dequantize
 from weightprep.transforms.stored_absorbed import reassemble
 
-__all__ = ["is_below", "measure", "record_of"]
+__all__ = ["has_uneven_heads", "is_below", "measure", "record_of"]
+
+# e4m3fn has 14.8 octaves of normal numbers. Under one scale a head with 2^10 times less than the largest keeps 4.8 of
+# them, and what lies below loses its mantissa bits one by one; a sum over all heads does not show it.
+_UNEVEN = 2.0**10
 
 
 def measure(source: Bundle, stored: Bundle, *, heads: int | None, name: str) -> QualityRecord:
@@ -79,6 +83,11 @@ def is_below(quality: QualityRecord, floor: float | None) -> bool:
     if floor is None or quality.relative_error == 0:
         return False
     return quality.sqnr_db is None or quality.sqnr_db < floor
+
+
+def has_uneven_heads(quality: QualityRecord) -> bool:
+    """Whether the smallest head loses bits under the scale of the largest, which SQNR of the whole weight hides."""
+    return quality.head_amax_ratio is not None and quality.head_amax_ratio > _UNEVEN
 
 
 def _values(bundle: Bundle, step: int) -> Iterator[torch.Tensor]:
