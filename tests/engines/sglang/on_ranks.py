@@ -267,9 +267,7 @@ def report_and_log(
         return report(state, path, folder, extra), messages
 
 
-def report_of_zero_dummies(
-    state: Any, path: Path, folder: Path, precision: str
-) -> tuple[dict[str, Any], list[str]]:
+def report_of_zero_dummies(state: Any, path: Path, folder: Path, precision: str) -> tuple[dict[str, Any], list[str]]:
     """:func:`report_and_log` of a dummy load whose weights are zeros, as uninitialised memory often is."""
     import sglang.srt.model_loader.loader as upstream
 
