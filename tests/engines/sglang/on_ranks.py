@@ -227,17 +227,22 @@ def copy_behind_everybodys_back(state: Any, key: tuple[str, str, bool], layer: i
 
 
 def report(state: Any, path: Path, folder: Path, extra: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The startup report of a load, as the JSON file has it."""
+    """The startup report of a load, as the JSON file in `folder` has it; empty on a rank that writes none."""
     import json
     import os
 
-    file = folder / f"report-{state.rank}.json"
-    os.environ["WEIGHTPREP_REPORT"] = str(file)
+    folder = folder / f"rank{state.rank}"
+    folder.mkdir(exist_ok=True)
+    os.environ["WEIGHTPREP_REPORT"] = str(folder / "report.json")
     try:
         _load(state, path, "weightprep", GFX950 | (extra or {}), draft=False)
     finally:
         del os.environ["WEIGHTPREP_REPORT"]
-    document: dict[str, Any] = json.loads(file.read_text())
+    files = list(folder.iterdir())
+    if not files:
+        return {}
+    (file,) = files
+    document: dict[str, Any] = {**json.loads(file.read_text()), "file": file.name}
     return document
 
 

@@ -72,16 +72,20 @@ def test_pipeline_ranks_answer_for_their_own_layers(glm: Path, online: dict[int,
         assert part
         assert_same_bits(part, {layer: online[layer] for layer in part})
     assert [len(report["layers"]) for report in reports] == [len(part) for part in parts]
+    assert [report["file"] for report in reports] == ["report.pp0.json", "report.pp1.json"]
 
 
-def test_no_collective_where_kv_b_is_replicated(glm: Path, online: dict[int, Absorbed]) -> None:
-    """DP attention: each rank holds every head."""
+def test_no_collective_where_kv_b_is_replicated(glm: Path, online: dict[int, Absorbed], tmp_path: Path) -> None:
+    """DP attention: each rank holds every head, and the first reports for all."""
     ranks = Ranks(2, str(glm), dp_size=2, enable_dp_attention=True)
     try:
         calls = ranks.run(on_ranks.load_counting_collectives, glm, on_ranks.GFX950)
         parts = ranks.run(on_ranks.load, glm)
+        (first, first_log), (second, second_log) = ranks.run(on_ranks.report_and_log, glm, tmp_path)
     finally:
         ranks.close()
     assert calls == [[], []]
+    assert (first["file"], len(first["layers"]), second) == ("report.json", LAYERS, {})
+    assert [sum("recipe glm_moe_dsa" in message for message in log) for log in (first_log, second_log)] == [1, 0]
     for part in parts:
         assert_same_bits(part, online)

@@ -44,7 +44,14 @@ class LayerReport:
 
 
 def log_report(model: Any, preparation: Preparation, version: str, reports: tuple[LayerReport, ...]) -> None:
-    """Log the table; write the JSON file and the metrics if they are wanted."""
+    """Log the table of this pipeline stage; write the JSON file and the metrics if they are wanted.
+
+    Only the first tensor parallel rank does: with DP attention every replica of the attention has the same layers.
+    """
+    from sglang.srt.distributed.parallel_state import get_pp_group, get_tp_group
+
+    if get_tp_group().rank_in_group:
+        return
     name, target, recipe = type(model).__name__, preparation.target, preparation.plan.recipe.name
     title = f"weightprep: {name} on {target}, sglang {version}, recipe {recipe}"
     logger.info("\n".join([title, *_table(preparation, reports)]))
@@ -54,10 +61,15 @@ def log_report(model: Any, preparation: Preparation, version: str, reports: tupl
         layers = [asdict(report) for report in reports]
         head = {"schema": "weightprep.startup/1", "model": name, "target": target, "sglang": version, "recipe": recipe}
         path = Path(destination)
-        # the draft of a speculative server reports too, in a file of its own
-        if any(report.group == "nextn" for report in reports):
-            path = path.with_name(f"{path.stem}.nextn{path.suffix}")
-        path.write_text(json.dumps(head | {"layers": layers}, indent=2) + "\n")
+        # the draft of a speculative server and each pipeline stage report too, in files of their own
+        part = ".nextn" if any(report.group == "nextn" for report in reports) else ""
+        if (stages := get_pp_group()).world_size > 1:
+            part = f".pp{stages.rank_in_group}{part}"
+        path = path.with_name(f"{path.stem}{part}{path.suffix}")
+        try:
+            path.write_text(json.dumps(head | {"layers": layers}, indent=2) + "\n")
+        except OSError as error:
+            logger.warning("weightprep: no report at %s: %s", path, error)
 
 
 def check_destination() -> None:

@@ -41,7 +41,7 @@ def check_startup(
     reports = tuple(_report(*pair, preparation) for pair in zip(modules, predictions, strict=True))
     faults = [_violations(*pair, preparation) for pair in zip(modules, predictions, strict=True)]
     violations = [fault for found in faults for fault in found]
-    if not is_reload and all(module.rank == 0 for module in modules):
+    if not is_reload:
         log_report(model, preparation, version, reports)
     _warn_of_zeros(modules)
     if violations and (weights_are_random or preparation.options.on_violation == "warn"):
