@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -15,7 +16,7 @@ from pydantic import ValidationError
 from weightprep.errors import RecipeError
 from weightprep.recipe.check import check_recipe
 from weightprep.recipe.recipe import Recipe
-from weightprep.recipe.yaml_file import read_yaml
+from weightprep.recipe.yaml_file import parse_yaml, read_text
 
 __all__ = ["find_recipe", "list_recipes", "load_recipe", "recipe_directories", "shipped_architectures"]
 
@@ -105,7 +106,13 @@ def _files(directories: Iterable[Path] | None = None) -> dict[str, Path]:
 
 
 def _parse(path: Path) -> Recipe:
-    document = read_yaml(path)
+    return _recipe(read_text(path), path)
+
+
+# PyYAML takes tens of milliseconds for a recipe, and every plan of a model looks through all of them.
+@lru_cache(maxsize=64)
+def _recipe(text: str, path: Path) -> Recipe:
+    document = parse_yaml(text, path)
     try:
         recipe = Recipe.model_validate(document)
     except ValidationError as error:

@@ -14,7 +14,7 @@ import yaml
 
 from weightprep.errors import RecipeError
 
-__all__ = ["read_yaml"]
+__all__ = ["parse_yaml", "read_text"]
 
 _MAX_BYTES = 1 << 20
 _BOOL = "tag:yaml.org,2002:bool"
@@ -40,16 +40,23 @@ class _Loader(yaml.SafeLoader):
         return mapping
 
 
-def read_yaml(path: Path) -> dict[str, object]:
-    """The mapping that the YAML file `path` holds.
+def read_text(path: Path) -> str:
+    """The text of the YAML file `path`.
 
-    :raises RecipeError: no regular file, unreadable, larger than 1 MiB, malformed, or no mapping from strings
+    :raises RecipeError: no regular file, unreadable, larger than 1 MiB, or not UTF-8
     """
     try:
-        text = _read(path)
+        return _read(path)
     except (OSError, ValueError) as error:
         found = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise RecipeError(path, found=found, wanted="a YAML file", remedy="check the path") from None
+
+
+def parse_yaml(text: str, path: Path) -> dict[str, object]:
+    """The mapping that `text` of the file `path` holds.
+
+    :raises RecipeError: malformed, or no mapping from strings
+    """
     try:
         # _Loader is a SafeLoader: it makes strings, numbers, booleans, lists and mappings only
         document = yaml.load(text, Loader=_Loader)

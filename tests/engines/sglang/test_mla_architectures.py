@@ -56,5 +56,5 @@ def test_each_is_covered_or_named_as_not_covered() -> None:
 
 
 def test_an_unknown_one_is_told_how_to_go_on() -> None:
-    with pytest.raises(RecipeError, match=r"kv_lora_rank.*deepseek_v3\.yaml.*--recipe FILE"):
+    with pytest.raises(RecipeError, match=r"kv_lora_rank.*show deepseek_v3 > my_mla\.yaml.*--recipe my_mla\.yaml"):
         find_recipe("GigaChat35ForCausalLM")
