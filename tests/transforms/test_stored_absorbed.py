@@ -16,6 +16,7 @@ from weightprep.checkpoint.config import read_config
 from weightprep.checkpoint.reader import find_module, read_tensor
 from weightprep.checkpoint.repository import Checkpoint
 from weightprep.cli import app
+from weightprep.engines.sglang.options import Options
 from weightprep.engines.sglang.sidecar import open_sidecar
 from weightprep.formats import Encoding, classify
 from weightprep.recipe import load_recipe, resolve
@@ -78,7 +79,7 @@ def test_a_rank_reads_the_heads_that_it_would_have_made_online(tmp_path: Path, e
     scale = read_tensor(found.scale) if found.scale else None
     whole = Bundle.source(read_tensor(found.weight), scale, found.encoded)
     online = run_steps(module.prepare, whole, StepContext(plan.dims))
-    sidecar = open_sidecar(model, "auto", plan.recipe_hash)
+    sidecar = open_sidecar(model, Options(recipe="deepseek_v3_mxfp4"), plan)
     assert sidecar is not None
     for ranks in (1, 2):
         heads = plan.dims["heads"] // ranks
