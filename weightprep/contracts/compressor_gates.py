@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from packaging.specifiers import SpecifierSet
 
-from weightprep.contracts.gates import TARGETS, Prediction, engine_version_of, name_targets
-from weightprep.errors import EngineError
+from weightprep.contracts.gates import TARGETS, Prediction, check_target, engine_version_of
 
 __all__ = ["COMPRESSOR_GATES", "CompressorGate", "predict_compressor"]
 
@@ -73,13 +72,7 @@ def predict_compressor(
     :param dtypes: of the checkpoint's `wkv`, `wgate` and `ape`: names of torch dtypes without "torch."
     :raises EngineError: an unknown target, or a version that has no plugin interface
     """
-    if target not in TARGETS:
-        raise EngineError(
-            f"target {target}",
-            found="unknown",
-            wanted=f"one of {', '.join(TARGETS)}",
-            remedy=f"name the architecture: {name_targets()}",
-        )
+    check_target(target)
     version = engine_version_of(engine_version)
     gate = next(
         gate

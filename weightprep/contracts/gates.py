@@ -23,6 +23,7 @@ __all__ = [
     "TARGET_NAMES",
     "Gate",
     "Prediction",
+    "check_target",
     "engine_version_of",
     "name_targets",
     "predict",
@@ -115,6 +116,20 @@ GATES = (
 _FLOATING = frozenset({"bfloat16", "float16", "float32", _FN, _FNUZ})
 
 
+def check_target(target: str) -> None:
+    """Refuse what is not one of TARGETS.
+
+    :raises EngineError: an unknown target
+    """
+    if target not in TARGETS:
+        raise EngineError(
+            f"target {target}",
+            found="unknown",
+            wanted=f"one of {', '.join(TARGETS)}",
+            remedy=f"name the architecture: {name_targets()}",
+        )
+
+
 def predict(target: str, engine_version: str, attributes: Mapping[str, str]) -> Prediction:
     """The path that sglang takes for a layer with these attributes.
 
@@ -124,13 +139,7 @@ def predict(target: str, engine_version: str, attributes: Mapping[str, str]) -> 
         "w_scale_k" and "w_scale_v": dtype names, where the layer has them
     :raises EngineError: an unknown target, or a version that has no plugin interface
     """
-    if target not in TARGETS:
-        raise EngineError(
-            f"target {target}",
-            found="unknown",
-            wanted=f"one of {', '.join(TARGETS)}",
-            remedy=f"name the architecture: {name_targets()}",
-        )
+    check_target(target)
     version = engine_version_of(engine_version)
     q, v = (_select(matmul, target, version, attributes) for matmul in ("q", "v"))
     for gate in (q, v):
