@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from weightprep.checkpoint.manifest import ModuleRecord
 from weightprep.checkpoint.reader import SourceModule
 from weightprep.checkpoint.writer import as_bytes
 from weightprep.convert.by_table import convert_by_table, has_table
-from weightprep.convert.module import Converted, convert_module
+from weightprep.convert.module import convert_module
 from weightprep.convert.options import ConvertOptions, Layout
 from weightprep.convert.plan import ModuleJob
 from weightprep.convert.planner import make_plan
@@ -45,15 +45,30 @@ def with_source(job: ModuleJob, codes: np.ndarray) -> ModuleJob:
     return dataclasses.replace(job, source=SourceModule(job.source.module, job.source.encoded, moved, None))
 
 
-def outcome(
-    convert: Callable[[ModuleJob, Mapping[str, int], str], Converted], job: ModuleJob
-) -> tuple[dict[str, bytes], ModuleRecord] | str:
+Outcome = tuple[dict[str, bytes], ModuleRecord] | str
+
+
+def by_table(job: ModuleJob) -> Outcome:
     """Bytes and record, or the refusal."""
+    written: dict[str, bytes] = {}
+
+    def write(name: str, slices: Iterable[np.ndarray]) -> None:
+        written[name] = b"".join(part.tobytes() for part in slices)
+
     try:
-        converted = convert(job, {"heads": 8}, "model.safetensors")
+        record = convert_by_table(job, {"heads": 8}, "model.safetensors", write)
     except CheckpointError as error:
         return str(error)
-    return {role: bytes(as_bytes(tensor)) for role, tensor in converted.tensors.items()}, converted.record
+    return written, record
+
+
+def by_steps(job: ModuleJob) -> Outcome:
+    try:
+        converted = convert_module(job, {"heads": 8}, "model.safetensors")
+    except CheckpointError as error:
+        return str(error)
+    named = {job.outputs[role].name: bytes(as_bytes(tensor)) for role, tensor in converted.tensors.items()}
+    return named, converted.record
 
 
 def bf16(values: np.ndarray) -> np.ndarray:
@@ -77,7 +92,7 @@ WEIGHTS = {
 @pytest.mark.parametrize("codes", WEIGHTS.values(), ids=WEIGHTS)
 def test_same_as_the_steps(job: ModuleJob, codes: np.ndarray) -> None:
     changed = with_source(job, codes)
-    assert outcome(convert_by_table, changed) == outcome(convert_module, changed)
+    assert by_table(changed) == by_steps(changed)
 
 
 @given(exponent=st.integers(-130, 127), seed=st.integers(0, 2**32 - 1))
@@ -88,12 +103,12 @@ def test_same_as_the_steps_at_every_magnitude(job: ModuleJob, exponent: int, see
     codes = bf16(np.clip(normal * 2.0**exponent, -largest, largest))
     codes = np.where(codes & 0x7FFF > LARGEST_FINITE, codes & 0x8000 | LARGEST_FINITE, codes)
     changed = with_source(job, codes)
-    assert outcome(convert_by_table, changed) == outcome(convert_module, changed)
+    assert by_table(changed) == by_steps(changed)
 
 
 def test_refuses_what_the_steps_refuse(job: ModuleJob) -> None:
     for kind in ("NaN", "infinity"):
-        refusal = outcome(convert_by_table, with_source(job, WEIGHTS[kind]))
+        refusal = by_table(with_source(job, WEIGHTS[kind]))
         assert isinstance(refusal, str)
         assert "a NaN or an infinity in the weight" in refusal
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from weightprep.checkpoint.manifest import QualityRecord
-from weightprep.convert.quality import has_uneven_heads, is_below, measure
+from weightprep.convert.quality import is_below, measure
 from weightprep.errors import CheckpointError
 from weightprep.formats import EncodedShape, Encoding
 from weightprep.transforms import Bundle
@@ -64,17 +64,48 @@ def test_result_that_is_not_finite_is_refused_by_name(bad: float) -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_record_never_holds_a_number_that_json_has_not(bad: float) -> None:
     with pytest.raises(ValueError, match="finite"):
-        QualityRecord(relative_error=bad, sqnr_db=None, max_error=0.0, amax=0.0, head_amax_ratio=None)
+        QualityRecord(
+            relative_error=bad, sqnr_db=None, worst_head_sqnr_db=None, max_error=0.0, amax=0.0, head_amax_ratio=None
+        )
 
 
 def test_no_floor_is_never_missed() -> None:
-    poor = QualityRecord(relative_error=1.0, sqnr_db=0.0, max_error=1.0, amax=1.0, head_amax_ratio=None)
+    poor = QualityRecord(
+        relative_error=1.0, sqnr_db=0.0, worst_head_sqnr_db=None, max_error=1.0, amax=1.0, head_amax_ratio=None
+    )
     assert not is_below(poor, None)
     assert is_below(poor, 28.0)
 
 
-@pytest.mark.parametrize(("factor", "uneven"), [(1000.0, False), (1100.0, True), (0.0009, True)])
-def test_heads_of_very_different_size_are_told(factor: float, uneven: bool) -> None:
-    weight = torch.ones(8, 4)
-    weight[:2] *= factor
-    assert has_uneven_heads(measure(fp32(weight), fp32(weight.clone()), heads=4, name="w")) is uneven
+def test_the_floor_is_the_worst_heads() -> None:
+    """Signal to noise is 4000 (36 dB) for the whole weight and 4 (6 dB) for its second head, by hand."""
+    weight = torch.full((4, 2), 1000.0)
+    weight[2:] = 2.0
+    stored = weight.clone()
+    stored[2:] += 1.0
+    stored[:2] += 22.3
+    found = measure(fp32(weight), fp32(stored), heads=2, name="w")
+    signal, noise = 4 * (1000.0**2 + 2.0**2), 4 * (22.3**2 + 1.0)
+    assert found.sqnr_db == pytest.approx(10 * math.log10(signal / noise), abs=0.01)
+    assert found.worst_head_sqnr_db == pytest.approx(10 * math.log10(4), abs=0.001)
+    assert is_below(found, 28.0)
+    assert not is_below(found, 6.0)
+    assert not is_below(measure(fp32(weight), fp32(stored), heads=None, name="w"), 28.0)
+
+
+def test_a_head_without_noise_is_not_the_worst() -> None:
+    weight = torch.ones(4, 2)
+    weight[2:] = 0.0
+    stored = weight.clone()
+    stored[:2] = 1.5
+    found = measure(fp32(weight), fp32(stored), heads=2, name="w")
+    assert found.worst_head_sqnr_db == pytest.approx(10 * math.log10(4), abs=0.001)
+    assert measure(fp32(weight), fp32(weight.clone()), heads=2, name="w").worst_head_sqnr_db is None
+
+
+def test_noise_in_a_head_of_zeros_misses_every_floor() -> None:
+    weight = torch.ones(4, 2)
+    weight[2:] = 0.0
+    stored = weight.clone()
+    stored[2:] = 1e-6
+    assert is_below(measure(fp32(weight), fp32(stored), heads=2, name="w"), -100.0)

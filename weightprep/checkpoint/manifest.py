@@ -33,6 +33,8 @@ class QualityRecord(_Frozen):
     :param relative_error: norm of the difference over the norm of the source; where the source is zero, 0 if the
         result is zero too, else 1
     :param sqnr_db: signal to quantization noise in dB; None where there is no noise or no signal
+    :param worst_head_sqnr_db: the least of the same of each head, which is what a recipe's floor applies to; None where
+        no head has noise, or rows are not heads
     :param max_error: largest absolute difference
     :param amax: largest magnitude of the source
     :param head_amax_ratio: largest over smallest per-head maximum; None where a head is zero or there are no heads
@@ -40,6 +42,7 @@ class QualityRecord(_Frozen):
 
     relative_error: float
     sqnr_db: float | None
+    worst_head_sqnr_db: float | None
     max_error: float
     amax: float
     head_amax_ratio: float | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from weightprep.checkpoint.json_file import open_regular, unreadable
@@ -12,7 +12,7 @@ from weightprep.deferred import torch
 from weightprep.errors import CheckpointError
 from weightprep.formats.encoding import FOREIGN_SUFFIXES, SCALE_SUFFIXES, WEIGHT_SUFFIXES, EncodedShape, classify
 
-__all__ = ["SourceModule", "find_module", "read_bytes", "read_tensor"]
+__all__ = ["SourceModule", "find_module", "read_slices", "read_tensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,31 +79,39 @@ def read_tensor(ref: TensorRef) -> torch.Tensor:
     dtype = ref.dtype
     if ref.nbytes == 0:
         return torch.empty(ref.shape, dtype=dtype)
-    return torch.frombuffer(read_bytes(ref), dtype=torch.uint8).view(dtype).view(ref.shape)
+    (raw,) = read_slices(ref, [ref.nbytes])
+    return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).view(ref.shape)
 
 
-def read_bytes(ref: TensorRef) -> bytearray:
-    """The bytes of the tensor at `ref`.
+def read_slices(ref: TensorRef, stops: Sequence[int]) -> Iterator[memoryview]:
+    """The bytes of the tensor at `ref`, in slices that end at `stops`; a slice is overwritten by the next one.
 
+    :param stops: offsets in the tensor, ascending
     :raises CheckpointError: the file cannot be read or became shorter
     """
-    buffer = bytearray(ref.nbytes)
-    view = memoryview(buffer)
+    starts = [0, *stops[:-1]]
+    buffer = memoryview(bytearray(max(stop - start for start, stop in zip(starts, stops, strict=True))))
     fd = open_regular(ref.path)
     try:
-        done = 0
-        while done < ref.nbytes:
-            got = os.preadv(fd, [view[done:]], ref.offset + done)
-            if got == 0:
-                raise CheckpointError(
-                    ref.path,
-                    found=f"the end of the file inside tensor {ref.name!r}",
-                    wanted=f"{ref.nbytes} bytes at offset {ref.offset}",
-                    remedy="the file changed while it was being read: leave the checkpoint alone and run again",
-                )
-            done += got
-    except OSError as error:
-        raise unreadable(ref.path, error) from None
+        for start, stop in zip(starts, stops, strict=True):
+            _fill(buffer[: stop - start], fd, ref, start)
+            yield buffer[: stop - start]
     finally:
         os.close(fd)
-    return buffer
+
+
+def _fill(view: memoryview, fd: int, ref: TensorRef, start: int) -> None:
+    done = 0
+    while done < len(view):
+        try:
+            got = os.preadv(fd, [view[done:]], ref.offset + start + done)
+        except OSError as error:
+            raise unreadable(ref.path, error) from None
+        if got == 0:
+            raise CheckpointError(
+                ref.path,
+                found=f"the end of the file inside tensor {ref.name!r}",
+                wanted=f"{ref.nbytes} bytes at offset {ref.offset}",
+                remedy="the file changed while it was being read: leave the checkpoint alone and run again",
+            )
+        done += got

@@ -66,6 +66,8 @@ def fsync_directory(path: Path) -> None:
 class ShardWriter:
     """One shard being written; a context manager that closes the file, but only :meth:`finish` makes it complete.
 
+    Different tensors may be written from different threads.
+
     :param path: must not exist yet
     :param infos: the tensors in the order in which they should lie in the file; their offsets are assigned here
     :param metadata: the header's string map
@@ -162,6 +164,24 @@ class ShardWriter:
             self._pwrite(as_bytes(data), self._data_start + info.begin)
             if self._on_bytes is not None:
                 self._on_bytes(info.nbytes)
+        self._missing.discard(name)
+
+    def write_slices(self, name: str, slices: Iterable[NDArray[np.uint8]]) -> None:
+        """Write the tensor `name` as consecutive bytes, none of which is kept.
+
+        :raises CheckpointError: `name` is not one of this shard's, was written before, or has another number of bytes
+        """
+        info = self._claim(name)
+        done = 0
+        for part in slices:
+            if done + part.nbytes > info.nbytes:
+                raise self._refuse(f"more than {info.nbytes} bytes for {name!r}", f"{info.dtype} of {info.shape}")
+            self._pwrite(part.data, self._data_start + info.begin + done)
+            done += part.nbytes
+            if self._on_bytes is not None:
+                self._on_bytes(part.nbytes)
+        if done != info.nbytes:
+            raise self._refuse(f"{done} bytes for {name!r}", f"{info.dtype} of {info.shape}")
         self._missing.discard(name)
 
     def finish(self) -> None:

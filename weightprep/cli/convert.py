@@ -173,16 +173,16 @@ def _show_result(plan: ConversionPlan, result: Result, seconds: float, *, as_jso
         count = plan.options.part.count if plan.options.part else 1
         print(f"part done: {len(result.modules)} module(s) converted; after all {count} run --finish")
         return
-    from weightprep.convert.quality import has_uneven_heads
+    from weightprep.convert.quality import judged_db
 
     errors = [record.quality.relative_error for record in result.modules]
-    print(f"{result.output}: {len(errors)} module(s) converted, relative error {min(errors):.4f}-{max(errors):.4f}")
+    judged = [db for record in result.modules if (db := judged_db(record.quality)) is not None]
+    worst = f", worst head {min(judged):.1f} dB SQNR" if judged else ""
+    print(
+        f"{result.output}: {len(errors)} module(s) converted, relative error {min(errors):.4f}-{max(errors):.4f}{worst}"
+    )
     if result.placed.get("hard"):
         say(f"{result.placed['hard']} shard(s) are hard links: writing into one in place changes the source as well;")
         say("  --link copy, or reflink where the file system has it, shares nothing")
-    for record in result.modules:
-        if has_uneven_heads(record.quality):
-            ratio = f"{record.quality.head_amax_ratio:.0f} times the smallest"
-            say(f"warning: {record.module}: the largest head amax is {ratio}: small heads lose bits under one scale")
     for line in next_steps(plan):
         say(line)

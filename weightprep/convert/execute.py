@@ -23,7 +23,7 @@ from weightprep.convert.options import Executor, Layout, LinkMode, Part, nearest
 from weightprep.convert.partial import commit, put_back, temporary_of, tree_of
 from weightprep.convert.placing import can_link, place_file, replace_file, sync_file, write_bytes
 from weightprep.convert.plan import ConversionPlan, ShardJob
-from weightprep.convert.quality import is_below
+from weightprep.convert.quality import describe, is_below, judged_db
 from weightprep.convert.ray_executor import RayRunner, ray_cluster
 from weightprep.errors import CheckpointError, QualityError, WeightprepError
 
@@ -188,11 +188,10 @@ def _check_quality(plan: ConversionPlan, records: Sequence[ModuleRecord]) -> tup
     floors = {job.source.module: job.plan.min_sqnr_db for job in plan.modules}
     below = [record for record in records if is_below(record.quality, floors[record.module])]
     if below and not plan.options.allow_quality_loss:
-        worst = min(below, key=lambda record: -math.inf if record.quality.sqnr_db is None else record.quality.sqnr_db)
-        sqnr = "no signal, only noise" if worst.quality.sqnr_db is None else f"{worst.quality.sqnr_db:.2f} dB SQNR"
+        worst = min(below, key=lambda record: -math.inf if (db := judged_db(record.quality)) is None else db)
         raise QualityError(
             worst.module,
-            found=f"{sqnr} ({len(below)} module(s) below the floor)",
+            found=f"{describe(worst.quality)} ({len(below)} module(s) below the floor)",
             wanted=f"at least {floors[worst.module]:g} dB",
             remedy="keep this precision off the layer, or convert all the same with --allow-quality-loss (recorded)",
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Executor, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Protocol
 
@@ -85,15 +85,16 @@ class FileRunner:
 
     def run(self, jobs: Sequence[ShardJob]) -> None:
         """Write the files of `jobs`; the first failure, or an interrupt, stops the others at their next chunk."""
-        workers = min(self._plan.options.workers, len(jobs))
-        if workers <= 1:
+        workers = self._plan.options.workers
+        if workers == 1:
             # No pool: a debugger works, and an interrupt arrives where the work is.
             for job in jobs:
-                self._one(job)
+                self._one(job, None)
             return
-        # Twice as many: a file that waits for the disk to have it must not keep others from being read.
-        with ThreadPoolExecutor(2 * workers) as pool:
-            futures = [pool.submit(self._one, job) for job in jobs]
+        # Twice as many: a file that waits for the disk to have it must not keep others from being read. And modules
+        # beside them: a shard of all of them takes no longer than the same modules in many shards.
+        with ThreadPoolExecutor(workers) as converting, ThreadPoolExecutor(2 * workers) as pool:
+            futures = [pool.submit(self._one, job, converting) for job in jobs]
             try:
                 _, unfinished = wait(futures, return_when=FIRST_EXCEPTION)
                 if unfinished:
@@ -108,7 +109,7 @@ class FileRunner:
             if failure is not None and not isinstance(failure, _StoppedError):
                 raise failure
 
-    def _one(self, job: ShardJob) -> None:
+    def _one(self, job: ShardJob, converting: Executor | None) -> None:
         final = tree_of(self._plan.options.partial) / job.name
         final.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_of(self._plan.options.partial, job.name, self._attempt)
@@ -123,7 +124,7 @@ class FileRunner:
             check_unchanged(stamps)
             try:
                 if job.rewritten:
-                    records, how = self._rewrite(job, temporary, moving.close), "rewritten"
+                    records, how = self._rewrite(job, temporary, moving.close, converting), "rewritten"
                 else:
                     records, how = (), place_file(job.source, temporary, self._plan.options.link, self._on_bytes(job))
                     moving.close()
@@ -141,25 +142,38 @@ class FileRunner:
             self.placed[how] = self.placed.get(how, 0) + 1
         self._progress.end(job.name)
 
-    def _rewrite(self, job: ShardJob, path: Path, moved: Callable[[], None]) -> tuple[ModuleRecord, ...]:
+    def _rewrite(
+        self, job: ShardJob, path: Path, moved: Callable[[], None], converting: Executor | None
+    ) -> tuple[ModuleRecord, ...]:
         """Write the shard of `job`; `moved` is called when only the disk has still to do something."""
-        records = []
         on_bytes = self._on_bytes(job)
+        copied: list[TensorRef] = [tensor.copied for tensor in job.tensors if tensor.copied is not None]
         with ShardWriter(path, [t.info for t in job.tensors], job.metadata or {}, on_bytes=on_bytes) as writer:
-            copied: list[TensorRef] = [tensor.copied for tensor in job.tensors if tensor.copied is not None]
-            writer.copy(copied)
-            for module in job.modules:
-                records.append(self._convert(module, job, writer))
-                if self._stop.is_set():
-                    raise _StoppedError
+            if converting is None:
+                writer.copy(copied)
+                records = [self._convert(module, job, writer) for module in job.modules]
+            else:
+                futures = [converting.submit(self._convert, module, job, writer) for module in job.modules]
+                try:
+                    writer.copy(copied)
+                    records = [future.result() for future in futures]
+                finally:
+                    # The writer may not be closed under a module that is still being written.
+                    for future in futures:
+                        future.cancel()
+                    wait(futures)
             moved()
             writer.finish()
         return tuple(records)
 
     def _convert(self, module: ModuleJob, job: ShardJob, writer: ShardWriter) -> ModuleRecord:
         """In a function of its own, so that one module's tensors are gone before the next one's are read."""
-        convert = convert_by_table if has_table(module) else convert_module
-        converted = convert(module, self._plan.model.dims, self._plan.options.listed(job.name))
+        if self._stop.is_set():
+            raise _StoppedError
+        dims, file = self._plan.model.dims, self._plan.options.listed(job.name)
+        if has_table(module):
+            return convert_by_table(module, dims, file, writer.write_slices)
+        converted = convert_module(module, dims, file)
         for role, tensor in converted.tensors.items():
             writer.write(module.outputs[role].name, tensor)
         return converted.record

@@ -9,7 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from weightprep.checkpoint.manifest import ModuleRecord
+from weightprep.checkpoint.manifest import ModuleRecord, QualityRecord
 from weightprep.checkpoint.reader import read_tensor
 from weightprep.checkpoint.writer import as_bytes
 from weightprep.convert.plan import ModuleJob
@@ -19,7 +19,7 @@ from weightprep.deferred import torch
 from weightprep.transforms import Bundle
 from weightprep.transforms.stored_absorbed import to_linears
 
-__all__ = ["Converted", "convert_module", "stored_tensors"]
+__all__ = ["Converted", "convert_module", "module_record", "stored_tensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +46,40 @@ def convert_module(job: ModuleJob, dims: Mapping[str, int], file: str) -> Conver
     stored = run_in_slices(job.plan.store, bundle, dims, source.weight.name)
     tensors = stored_tensors(job, stored)
     one_scale = stored.get("scale")
-    record = ModuleRecord(
-        module=source.module,
-        layer=job.plan.layer,
-        group=job.plan.group,
-        file=file,
-        source_encoding=source.encoded.encoding.value,
-        target_encoding=job.target_encoding,
+    record = module_record(
+        job,
+        file,
         source_sha256={ref.name: _sha256(t) for ref, t in zip(job.source_refs, bundle.values(), strict=True)},
         target_sha256={job.outputs[role].name: _sha256(tensor) for role, tensor in tensors.items()},
         scale=float(one_scale) if one_scale is not None and one_scale.numel() == 1 else None,
         quality=measure(bundle, stored, heads=dims.get("heads"), name=source.weight.name),
-        overrides_exclude=job.overrides,
     )
     return Converted(tensors, record)
+
+
+def module_record(
+    job: ModuleJob,
+    file: str,
+    *,
+    source_sha256: Mapping[str, str],
+    target_sha256: Mapping[str, str],
+    scale: float | None,
+    quality: QualityRecord,
+) -> ModuleRecord:
+    """The record of `job`, whichever way it was done; for the parameters see :class:`ModuleRecord`."""
+    return ModuleRecord(
+        module=job.source.module,
+        layer=job.plan.layer,
+        group=job.plan.group,
+        file=file,
+        source_encoding=job.source.encoded.encoding.value,
+        target_encoding=job.target_encoding,
+        source_sha256=dict(source_sha256),
+        target_sha256=dict(target_sha256),
+        scale=scale,
+        quality=quality,
+        overrides_exclude=job.overrides,
+    )
 
 
 def stored_tensors(job: ModuleJob, stored: Bundle) -> dict[str, torch.Tensor]:

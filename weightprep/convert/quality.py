@@ -7,6 +7,7 @@ the same at every magnitude of the weight.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 
 from weightprep.checkpoint.manifest import QualityRecord
@@ -19,11 +20,7 @@ from weightprep.transforms import Bundle, StepContext
 from weightprep.transforms.dequantize import dequantize
 from weightprep.transforms.stored_absorbed import reassemble
 
-__all__ = ["has_uneven_heads", "is_below", "measure", "record_of"]
-
-# e4m3fn has 14.8 octaves of normal numbers. Under one scale a head with 2^10 times less than the largest keeps 4.8 of
-# them, and what lies below loses its mantissa bits one by one; a sum over all heads does not show it.
-_UNEVEN = 2.0**10
+__all__ = ["describe", "is_below", "judged_db", "measure", "record_of"]
 
 
 def measure(source: Bundle, stored: Bundle, *, heads: int | None, name: str) -> QualityRecord:
@@ -37,31 +34,47 @@ def measure(source: Bundle, stored: Bundle, *, heads: int | None, name: str) -> 
     step = rows_per_slice(rows, cols)
     if stored.absorbed:
         stored = Bundle({"weight": reassemble(stored)}, EncodedShape(Encoding.FP32, rows, cols))
-    noise = signal = largest_error = 0.0
+    signal, noise = torch.empty(2, rows, dtype=torch.float64)
     row_amax = torch.empty(rows)
+    largest_error = 0.0
     for start, original, result in zip(range(0, rows, step), _values(source, step), _values(stored, step), strict=True):
+        part = slice(start, start + step)
         difference = result.sub_(original)
-        signal += _square_sum(original)
-        noise += _square_sum(difference)
+        signal[part] = _square_sums(original)
+        noise[part] = _square_sums(difference)
         largest_error = max(largest_error, float(difference.abs_().max()))
-        torch.amax(original.abs_(), dim=1, out=row_amax[start : start + step])
-    head_amax = row_amax.view(heads, -1).amax(dim=1) if heads and rows % heads == 0 else row_amax[:0]
-    amax = float(row_amax.max())
-    return record_of(signal, noise, max_error=largest_error, amax=amax, head_amax=head_amax.tolist(), name=name)
+        torch.amax(original.abs_(), dim=1, out=row_amax[part])
+    by_head = (heads, -1) if heads and rows % heads == 0 else (1, rows)
+    amax = row_amax.view(by_head).amax(dim=1).tolist()
+    return record_of(
+        signal.view(by_head).sum(dim=1).tolist(),
+        noise.view(by_head).sum(dim=1).tolist(),
+        max_error=largest_error,
+        amax=max(amax),
+        head_amax=amax if by_head[0] == heads else [],
+        name=name,
+    )
 
 
 def record_of(
-    signal: float, noise: float, *, max_error: float, amax: float, head_amax: Sequence[float], name: str
+    signal: Sequence[float],
+    noise: Sequence[float],
+    *,
+    max_error: float,
+    amax: float,
+    head_amax: Sequence[float],
+    name: str,
 ) -> QualityRecord:
     """The figures that follow from sums of squares and extremes.
 
-    :param signal: sum of the squares of the source's numbers
-    :param noise: sum of the squares of their errors
+    :param signal: sum of the squares of the numbers of each head of the source, or one sum where rows are not heads
+    :param noise: the same of their errors
     :param head_amax: largest magnitude of each head; empty where the rows are not heads
     :param name: the source tensor's name, for errors
     :raises CheckpointError: a value that is not finite has come out
     """
-    if not (math.isfinite(signal) and math.isfinite(noise) and math.isfinite(max_error)):
+    signals, noises = sum(signal), sum(noise)
+    if not (math.isfinite(signals) and math.isfinite(noises) and math.isfinite(max_error)):
         raise CheckpointError(
             name,
             found="a value that is not finite in the converted weight",
@@ -69,25 +82,36 @@ def record_of(
             remedy="the weight is too large for this precision: keep it as it is, with another --precision",
         )
     smallest = min(head_amax, default=0.0)
+    heads = [_db(s, n) for s, n in zip(signal, noise, strict=True) if n] if head_amax else []
     return QualityRecord(
-        relative_error=_rounded(math.sqrt(noise / signal)) if signal else float(noise > 0),
-        sqnr_db=_rounded(10 * math.log10(signal / noise)) if noise and signal else None,
+        relative_error=_rounded(math.sqrt(noises / signals)) if signals else float(noises > 0),
+        sqnr_db=_db(signals, noises) if noises and signals else None,
+        worst_head_sqnr_db=min(heads, default=None),
         max_error=max_error,
         amax=amax,
         head_amax_ratio=_rounded(amax / smallest) if smallest > 0 else None,
     )
 
 
+def judged_db(quality: QualityRecord) -> float | None:
+    """The figure that a floor applies to: the worst head's, because a sum over heads is that of the largest."""
+    return quality.sqnr_db if quality.worst_head_sqnr_db is None else quality.worst_head_sqnr_db
+
+
 def is_below(quality: QualityRecord, floor: float | None) -> bool:
     """Whether a module misses `floor`, in dB of SQNR; noise without any signal misses every floor."""
     if floor is None or quality.relative_error == 0:
         return False
-    return quality.sqnr_db is None or quality.sqnr_db < floor
+    judged = judged_db(quality)
+    return judged is None or judged < floor
 
 
-def has_uneven_heads(quality: QualityRecord) -> bool:
-    """Whether the smallest head loses bits under the scale of the largest, which SQNR of the whole weight hides."""
-    return quality.head_amax_ratio is not None and quality.head_amax_ratio > _UNEVEN
+def describe(quality: QualityRecord) -> str:
+    """What a module below its floor has."""
+    db = judged_db(quality)
+    if db is None:
+        return "no signal, only noise"
+    return f"{db:.2f} dB SQNR" + (" of its worst head" if quality.worst_head_sqnr_db is not None else "")
 
 
 def _values(bundle: Bundle, step: int) -> Iterator[torch.Tensor]:
@@ -99,9 +123,15 @@ def _values(bundle: Bundle, step: int) -> Iterator[torch.Tensor]:
             yield dequantize(part, StepContext())["weight"].to(torch.float32, copy=True)
 
 
-def _square_sum(values: torch.Tensor) -> float:
-    flat = values.view(-1).double()
-    return float(torch.dot(flat, flat))
+def _square_sums(values: torch.Tensor) -> torch.Tensor:
+    """Of each row, float64."""
+    return values.double().square_().sum(dim=1)
+
+
+def _db(signal: float, noise: float) -> float:
+    # JSON has no infinity: without any signal it is as little as a float can say.
+    signal = signal or sys.float_info.min
+    return _rounded(10 * math.log10(signal / noise))
 
 
 def _rounded(value: float) -> float:

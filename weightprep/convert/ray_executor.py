@@ -194,7 +194,8 @@ def _write(options: ConvertOptions, identity: str, name: str) -> _Written:
             wanted="a file system that all nodes share",
             remedy="give paths that lead to the same directories on every node",
         )
-    plan = _plan(options, identity)
+    # One core is what Ray has set aside for a task.
+    plan = _plan(dataclasses.replace(options, workers=1), identity)
     (job,) = (job for job in plan.jobs if job.name == name)
     # A name of its own for every attempt: a worker that was given up and lives on must not meet its successor's file.
     runner = FileRunner(plan, _Unwritten(), Unwatched(), attempt=uuid.uuid4().hex)

@@ -68,14 +68,15 @@ def render_report(destination: Path, run_file: Path | None = None) -> str:
         "<p class='note'>The stored numbers against the source's, both in float32. One point for each module.</p>",
         layer_plot("Relative error", _by_group(manifest, lambda record: record.quality.relative_error)),
         layer_plot("SQNR, dB", _by_group(manifest, lambda record: record.quality.sqnr_db)),
+        layer_plot("SQNR of the worst head, dB", _by_group(manifest, lambda record: record.quality.worst_head_sqnr_db)),
         "<h2>Range</h2>",
         layer_plot("Largest magnitude (amax)", _by_group(manifest, lambda record: record.quality.amax)),
         layer_plot("Scale", _by_group(manifest, lambda record: record.scale)),
         layer_plot(
             "Largest over smallest head amax", _by_group(manifest, lambda record: record.quality.head_amax_ratio)
         ),
-        "<p class='note'>fp8 is a floating format: heads of different size do not hurt each other up to a ratio of "
-        "about 1000.</p>",
+        "<p class='note'>fp8 is a floating format: a head that is much smaller than the largest loses little up to a "
+        "ratio of about 1000. The worst head's SQNR shows what it lost.</p>",
         "<h2>The model before and after</h2>",
         bytes_plot(_by_dtype(before), _by_dtype(after)),
         "<p class='note'>Matrices of each layer by their dtype; where the tensors of one kind differ, as experts may, "
@@ -206,11 +207,13 @@ def _modules(records: Sequence[ModuleRecord]) -> str:
     rows = "".join(
         f"<tr><td><code>{html.escape(record.module)}</code><td>{record.source_encoding}<td>{record.target_encoding}"
         f"<td class='n'>{record.quality.relative_error:.4g}<td class='n'>{_number(record.quality.sqnr_db)}"
+        f"<td class='n'>{_number(record.quality.worst_head_sqnr_db)}"
         f"<td class='n'>{record.quality.amax:.4g}<td class='n'>{_number(record.scale)}"
         f"<td class='n'>{_number(record.quality.head_amax_ratio)}"
         for record in records
     )
-    figures = "".join(f"<th class='n'>{name}" for name in ("relative error", "SQNR, dB", "amax", "scale", "head ratio"))
+    names = ("relative error", "SQNR, dB", "worst head, dB", "amax", "scale", "head ratio")
+    figures = "".join(f"<th class='n'>{name}" for name in names)
     return f"<div class='wide'><table><tr><th>module<th>from<th>to{figures}{rows}</table></div>"
 
 

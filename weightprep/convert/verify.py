@@ -24,7 +24,7 @@ from weightprep.convert.module import convert_module
 from weightprep.convert.options import SIDECAR_DIR, ConvertOptions, Layout
 from weightprep.convert.plan import ConversionPlan, ModuleJob
 from weightprep.convert.planner import plan_contents
-from weightprep.convert.quality import is_below
+from weightprep.convert.quality import describe, is_below
 from weightprep.convert.reread import Finding, Stored, check_metadata, linked_files, read_all, same_bytes, sha256_of
 from weightprep.errors import CheckpointError, WeightprepError
 from weightprep.recipe import load_recipe
@@ -287,10 +287,9 @@ class _Judge:
             yield Finding(
                 f"{record.module}: manifest", "figures or hashes that are not its own", "those of a fresh conversion"
             )
-        floor, sqnr = job.plan.min_sqnr_db, fresh.record.quality.sqnr_db
+        floor = job.plan.min_sqnr_db
         allowed = self._manifest.quality_loss_allowed and self._allow_quality_loss
         if is_below(fresh.record.quality, floor) and not allowed:
-            found = "only noise" if sqnr is None else f"{sqnr:.2f} dB SQNR"
             more = " (or --allow-quality-loss: the manifest says it may be below)"
             wanted = f"at least {floor:g} dB" + (more if self._manifest.quality_loss_allowed else "")
-            yield Finding(record.module, found, wanted)
+            yield Finding(record.module, describe(fresh.record.quality), wanted)
