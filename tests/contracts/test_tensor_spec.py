@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 
@@ -121,6 +123,12 @@ def test_all_violations_are_raised_once() -> None:
     assert text.startswith("2 contract violations\n")
     assert all(str(violation) in text for violation in violations)
     raise_violations([])
+
+
+def test_the_report_survives_the_way_between_processes() -> None:
+    error = ModelContractError(SPEC.check(good().bfloat16()[:2], PLACE))
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.violations) == (str(error), error.violations)
 
 
 def test_violations_are_values() -> None:

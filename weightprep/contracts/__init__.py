@@ -1,15 +1,7 @@
 """What must hold for a kernel path to be taken: tensor specs, violations, and the gates themselves as data."""
 
-from weightprep.contracts.gates import (
-    GATES,
-    READ_RELEASES,
-    TARGETS,
-    Gate,
-    Prediction,
-    name_targets,
-    predict,
-    unread_note,
-)
+from weightprep.contracts.engine_version import READ_RELEASES, unread_note
+from weightprep.contracts.gates import GATES, TARGETS, Gate, Prediction, name_targets, predict
 from weightprep.contracts.tensor_spec import Place, TensorSpec
 from weightprep.contracts.violation import ModelContractError, Violation, raise_violations
 

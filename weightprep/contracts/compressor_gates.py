@@ -1,8 +1,8 @@
 """What becomes of the gate score of DeepSeek-V4's compressor in each release of sglang, as data.
 
 On ROCm with aiter the gate GEMM writes bf16, and releases from 0.5.15 on widen it in a kernel of its own before the
-compress kernel reads it; on CUDA the GEMM writes float32 itself. Read from the sources of sglang 0.5.12, 0.5.15,
-0.5.18, 0.5.20, 0.5.22 and 0.5.23.
+compress kernel reads it; on CUDA the GEMM writes float32 itself. Read from the sources of sglang's releases in
+READ_RELEASES.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from packaging.specifiers import SpecifierSet
-
-from weightprep.contracts.gates import TARGETS, Prediction, check_target, engine_version_of
+from weightprep.contracts.engine_version import engine_version_of, is_release_in
+from weightprep.contracts.gates import TARGETS, Prediction, check_target
 
 __all__ = ["COMPRESSOR_GATES", "CompressorGate", "predict_compressor"]
 
 _ROCM = ("gfx950", "gfx942")
 _MODULE = "sglang.srt.layers.attention.dsv4.compressor"
+# What weightprep's compress kernel is given without a cast; dtypes as the checkpoint stores the tensors.
+_WANTED = {"wkv": "bfloat16", "wgate": "bfloat16", "ape": "float32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +75,7 @@ def predict_compressor(
     """
     check_target(target)
     version = engine_version_of(engine_version)
-    gate = next(
-        gate
-        for gate in COMPRESSOR_GATES
-        if target in gate.targets and SpecifierSet(gate.versions, prereleases=True).contains(version)
-    )
+    gate = next(gate for gate in COMPRESSOR_GATES if target in gate.targets and is_release_in(gate.versions, version))
     if not gate.widens:
         reason = "the gate GEMM writes float32 itself: no pass to save"
         stays = Prediction("compressor_float32", True, reason)
@@ -89,6 +86,3 @@ def predict_compressor(
         reason = f"{', '.join(wrong)}: the direct path reads wkv and wgate in bfloat16 and ape in float32"
         return today, Prediction("compressor_widened", False, reason), ()
     return today, Prediction("compressor_direct", True, "the compress kernel reads the bf16 score"), gate.hooks
-
-
-_WANTED = {"wkv": "bfloat16", "wgate": "bfloat16", "ape": "float32"}

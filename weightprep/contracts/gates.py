@@ -1,6 +1,6 @@
 """Which kernel path an absorbed matmul takes, as sglang decides it: the conditions as data, in the order of evaluation.
 
-Read from the sources of sglang's releases in READ_RELEASES (forward_mla.py and forward_mla_rocm.py). The conditions
+Read from forward_mla.py and forward_mla_rocm.py of sglang's releases in READ_RELEASES. The conditions
 compare dtypes, so whether a layer is fast can be told before anything is loaded. The two matmuls have gates of their
 own, and on ROCm the second one looks at the weight of the first; `predict` joins them.
 """
@@ -9,25 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
+from weightprep.contracts.engine_version import engine_version_of, is_release_in
 from weightprep.errors import EngineError
 
 __all__ = [
     "GATES",
-    "READ_RELEASES",
     "TARGETS",
     "TARGET_NAMES",
     "Gate",
     "Prediction",
     "check_target",
-    "engine_version_of",
     "name_targets",
     "predict",
-    "unread_note",
 ]
 
 # target -> the hardware that it is, where it has a name
@@ -39,8 +35,6 @@ TARGET_NAMES: Mapping[str, str] = {
     "cpu": "",
 }
 TARGETS = tuple(TARGET_NAMES)
-READ_RELEASES = ("0.5.12", "0.5.15", "0.5.18", "0.5.20", "0.5.22", "0.5.23")
-SUPPORTED_ENGINES = SpecifierSet(">=0.5.12", prereleases=True)
 
 _ROCM = ("gfx950", "gfx942")
 _CUDA = ("sm90", "sm100")
@@ -159,43 +153,11 @@ def _select(matmul: str, target: str, version: Version, attributes: Mapping[str,
         for gate in GATES
         if gate.matmul == matmul
         and target in gate.targets
-        and _specifier(gate.versions).contains(version)
+        and is_release_in(gate.versions, version)
         and all(attributes.get(attribute) == wanted for attribute, wanted in gate.needs.items())
     )
-
-
-@cache
-def _specifier(versions: str) -> SpecifierSet:
-    return SpecifierSet(versions, prereleases=True)
 
 
 def name_targets() -> str:
     """Each target with the hardware that it is, for help and messages."""
     return ", ".join(f"{target} ({hardware})" if hardware else target for target, hardware in TARGET_NAMES.items())
-
-
-def unread_note(engine_version: str) -> str | None:
-    """What to tell of predictions for a release above those that were read; None where nothing is to be told."""
-    version = Version(engine_version_of(engine_version).public)
-    if version <= Version(READ_RELEASES[-1]):
-        return None
-    return f"gates were read up to {READ_RELEASES[-1]}: sglang {version} may decide otherwise"
-
-
-def engine_version_of(engine_version: str) -> Version:
-    """The version of sglang that `engine_version` names.
-
-    :raises EngineError: not a version, or one without a plugin interface
-    """
-    try:
-        version = Version(engine_version)
-    except InvalidVersion:
-        version = None
-    if version is None or not SUPPORTED_ENGINES.contains(version):
-        raise EngineError(
-            f"sglang {engine_version}",
-            found="no plugin interface in this version" if version else "not a version",
-            wanted=f"a version {SUPPORTED_ENGINES}",
-            remedy="upgrade sglang, or name a version that has plugins",
-        )
-    return version

@@ -1,18 +1,15 @@
 """What sglang itself makes of a stored kv_b_proj at load, as data: the attributes that its gates will then look at.
 
-Read from post_load_weights of sglang 0.5.12 to 0.5.23 (deepseek_weight_loader.py). With the gates it tells, from
-headers alone, which path a layer takes without weightprep.
+Read from post_load_weights (deepseek_weight_loader.py) of sglang's releases in READ_RELEASES. With the gates it tells,
+from headers alone, which path a layer takes without weightprep.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 
-from packaging.specifiers import SpecifierSet
-
-from weightprep.contracts.gates import engine_version_of
+from weightprep.contracts.engine_version import engine_version_of, is_release_in
 
 __all__ = ["LOAD_RULES", "LoadRule", "LoadedLayer", "load_layer"]
 
@@ -97,12 +94,7 @@ def load_layer(layer: LoadedLayer, target: str, version: str) -> LoadRule:
         for rule in LOAD_RULES
         if (rule.encodings is None or layer.encoding in rule.encodings)
         and (rule.targets is None or target in rule.targets)
-        and _specifier(rule.versions).contains(found)
+        and is_release_in(rule.versions, found)
         and rule.architecture in (None, layer.architecture)
         and rule.quant_method in (None, layer.quant_method)
     )
-
-
-@cache
-def _specifier(versions: str) -> SpecifierSet:
-    return SpecifierSet(versions, prereleases=True)

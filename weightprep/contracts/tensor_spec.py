@@ -35,7 +35,7 @@ class TensorSpec:
 
     :param shape: exact shape
     :param strides: exact strides in elements, None where any will do
-    :param finite: no NaN and no infinity
+    :param finite: no NaN and no infinity; of uint8, which is read as e8m0, no byte 255. Packed e2m1 has no NaN.
     :param positive: every element > 0
     """
 

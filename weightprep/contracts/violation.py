@@ -56,6 +56,10 @@ class ModelContractError(ContractError):
             remedy=first.remedy,
         )
 
+    def __reduce__(self) -> tuple[type[ModelContractError], tuple[tuple[Violation, ...]]]:
+        """Exceptions that cross processes are made again from these arguments; the base class's are others."""
+        return type(self), (self.violations,)
+
     def __str__(self) -> str:
         count = len(self.violations)
         head = f"{count} contract violation{'s' if count > 1 else ''}"
