@@ -7,7 +7,9 @@ that `--json` can report them.
 
 from __future__ import annotations
 
+import difflib
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
@@ -17,7 +19,11 @@ __all__ = [
     "QualityError",
     "RecipeError",
     "WeightprepError",
+    "did_you_mean",
 ]
+
+# difflib's ratio from which a name counts as a slip for another: one wrong letter in four.
+_SIMILAR = 0.75
 
 
 class WeightprepError(Exception):
@@ -66,3 +72,9 @@ class ContractError(WeightprepError):
     """Weights do not have the form that a kernel's gate compares with; carries every violation of the model."""
 
     exit_code = 1
+
+
+def did_you_mean(name: str, known: Iterable[str], remedy: str) -> str:
+    """`remedy` for the unknown `name`, behind the one of the `known` names that it is likely a slip for."""
+    likely = difflib.get_close_matches(name, known, n=1, cutoff=_SIMILAR)
+    return f"did you mean {likely[0]!r}? {remedy}" if likely else remedy

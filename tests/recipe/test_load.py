@@ -107,6 +107,7 @@ def test_a_users_directory_comes_first(tmp_path: Path, monkeypatch: pytest.Monke
         ("shape: [heads, nope, rank]", "shape: [heads, nope ** 9, rank]", r"wanted names, integers and \+ - \* //"),
         ("shape: [heads, nope, rank]", "shape: [heads, '__import__(\"os\").getpid()', rank]", "wanted names, integers"),
         ("dtype: float8_e4m3fn", "dtype: float9", "w_kc.dtype"),
+        ("nope // 2]}", "nope // 2], finite: true}", r"contracts\.mxfp4_absorbed\.w_kc: found `finite`"),
         ('"{prefix}.self_attn.kv_b_proj"', '"self_attn.kv_b_proj"', r"must contain \{prefix\}"),
         ('"{prefix}.self_attn.kv_b_proj"', '"{prefix}.self_attn.{which}"', "and no other"),
         ('prefix: "model.layers.{i}"', 'prefix: "model.layers"', r"must contain \{i\}"),
@@ -124,6 +125,43 @@ def test_mistakes_are_named_by_file_and_key(tmp_path: Path, old: str, new: str, 
     with pytest.raises(RecipeError, match=f"(?s){words}") as caught:
         load_recipe(path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "subject", "meant"),
+    [
+        ("architectures:", "architecture:", "architecture", "architectures"),
+        ("schema: 1", "shema: 1", "shema", "schema"),
+        ("    ensures:", "    ensure:", "modules.kv_b.ensure", "ensures"),
+        ("alternatives:", "alternative:", "modules.kv_b.alternative", "alternatives"),
+        ("count: num_hidden_layers", "counts: num_hidden_layers", "layers.decoder.counts", "count"),
+        ("min_sqnr_db: 28", "min_sqnr: 28", "modules.kv_b.quality.min_sqnr", "min_sqnr_db"),
+        ("strides: [nope", "stride: [nope", "contracts.fp8_absorbed.w_kc.stride", "strides"),
+        ("- split_kv_b: {}", "- split_kvb: {}", "modules.kv_b.load[0]", "split_kv_b"),
+        ("granularity: tensor", "granularty: tensor", "modules.kv_b.store[1].quantize_fp8.granularty", "granularity"),
+    ],
+)
+def test_a_misspelt_key_is_answered_with_the_right_one(
+    tmp_path: Path, old: str, new: str, subject: str, meant: str
+) -> None:
+    path = glm_with(tmp_path, old, new)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    assert caught.value.subject == f"{path}: {subject}"
+    assert meant in caught.value.wanted.replace("one of ", "").split(", ")
+    assert caught.value.remedy.startswith(f"did you mean {meant!r}? ")
+
+
+def test_a_key_that_resembles_none_is_answered_with_all(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(glm_with(tmp_path, "schema: 1", "schema: 1\ncolour: red"))
+    assert "did you mean" not in caught.value.remedy
+    assert {"schema", "name", "contracts"} <= set(caught.value.wanted.removeprefix("one of ").split(", "))
+
+
+def test_a_misspelt_name_of_a_recipe() -> None:
+    with pytest.raises(RecipeError, match="did you mean 'glm_moe_dsa'"):
+        load_recipe("glm_moe_dsb")
 
 
 @pytest.mark.parametrize("text", ["", "- a\n- b\n", "1: 2\n", "{", "\x00", "a: !!python/object/apply:os.getpid []\n"])

@@ -13,6 +13,9 @@ from weightprep.transforms.bundle import ANY_ENCODING
 
 __all__ = ["check_recipe", "steps_of"]
 
+# Roles that hold codes where they are uint8; in other roles uint8 is e8m0.
+_PACKED = ("w_kc", "w_vc")
+
 
 def check_recipe(recipe: Recipe, where: str) -> None:
     """Check what the parts of a recipe say about each other.
@@ -39,6 +42,12 @@ def check_recipe(recipe: Recipe, where: str) -> None:
             _check_pipeline(pipeline, inner, frozenset(recipe.contracts[pipeline.ensures]))
     for name, contract in recipe.contracts.items():
         for role, tensor in contract.items():
+            if role in _PACKED and tensor.dtype == "uint8" and (tensor.finite or tensor.positive):
+                raise _refuse(
+                    f"{where}: contracts.{name}.{role}",
+                    "`finite` or `positive` for packed e2m1 codes, where every byte is two numbers of any sign",
+                    "neither; the group scales can be finite",
+                )
             for expression in (*tensor.shape, *(tensor.strides or ())):
                 key = f"{where}: contracts.{name}.{role}"
                 unknown = names_in(expression, key) - set(recipe.dims)

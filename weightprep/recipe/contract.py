@@ -10,7 +10,7 @@ from pydantic import Field
 
 from weightprep.recipe.base import RecipePart
 
-__all__ = ["ContractPart", "TensorPart"]
+__all__ = ["TensorPart"]
 
 ContractDtype = Literal["float8_e4m3fn", "bfloat16", "float16", "float32", "uint8"]
 
@@ -23,6 +23,3 @@ class TensorPart(RecipePart):
     strides: tuple[str | int, ...] | None = Field(default=None, description="in elements; left out where any will do")
     finite: bool = False
     positive: bool = False
-
-
-ContractPart = dict[str, TensorPart]

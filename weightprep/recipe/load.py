@@ -12,8 +12,10 @@ from functools import lru_cache
 from pathlib import Path
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
-from weightprep.errors import RecipeError
+from weightprep.errors import RecipeError, did_you_mean
+from weightprep.recipe.base import UNKNOWN_KEY
 from weightprep.recipe.check import check_recipe
 from weightprep.recipe.recipe import Recipe
 from weightprep.recipe.yaml_file import parse_yaml, read_text
@@ -71,7 +73,7 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
             f"recipe {name_or_path}",
             found="no recipe of this name",
             wanted=f"one of {', '.join(sorted(files))}, or a path to a .yaml file",
-            remedy="run `weightprep recipes list`",
+            remedy=did_you_mean(str(name_or_path), files, "`weightprep recipes list` shows them"),
         )
     return _parse(files[str(name_or_path)])
 
@@ -116,14 +118,7 @@ def _recipe(text: str, path: Path) -> Recipe:
     try:
         recipe = Recipe.model_validate(document)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise RecipeError(
-            f"{path}: {key or 'top level'}",
-            found=f"{_shorten(first.get('input'))}: {first['msg']}",
-            wanted="what docs/recipes.md describes",
-            remedy="correct the key; `weightprep recipes schema` prints what is allowed",
-        ) from None
+        raise _refusal(error.errors()[0], path) from None
     if path.stem != recipe.name:
         raise RecipeError(
             f"{path}: name",
@@ -133,6 +128,25 @@ def _recipe(text: str, path: Path) -> Recipe:
         )
     check_recipe(recipe, str(path))
     return recipe
+
+
+def _refusal(error: ErrorDetails, path: Path) -> RecipeError:
+    place = [str(part) for part in error["loc"]]
+    remedy = "`weightprep recipes schema` prints what is allowed"
+    if error["type"] != UNKNOWN_KEY:
+        return RecipeError(
+            f"{path}: {'.'.join(place) or 'top level'}",
+            found=f"{_shorten(error['input'])}: {error['msg']}",
+            wanted="what docs/recipes.md describes",
+            remedy=f"correct the key; {remedy}",
+        )
+    key, known = error["ctx"]["key"], error["ctx"]["known"]
+    return RecipeError(
+        f"{path}: {'.'.join([*place, key])}",
+        found=error["msg"],
+        wanted=f"one of {', '.join(known)}",
+        remedy=did_you_mean(key, known, remedy),
+    )
 
 
 def _shorten(value: object) -> str:

@@ -30,7 +30,7 @@ class LayerPart(RecipePart):
         default_factory=dict,
         max_length=1,
         description="key of a list in config.json with one kind for each layer, and the kinds that are of this group; "
-        "without that key in config.json all layers do",
+        "without that key in config.json all layers are",
     )
     optional: bool = Field(
         default=False,

@@ -39,7 +39,7 @@ class StepPart(RootModel[dict[str, dict[str, Any]]]):
 class QualityPart(RecipePart):
     """The floor below which a conversion is refused."""
 
-    min_sqnr_db: float = Field(description="least ratio of the weight's power to that of the error, in dB, of the worst head")
+    min_sqnr_db: float = Field(description="least ratio of signal to error, in dB, of the worst head")
 
 
 class PipelinePart(RecipePart):

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from weightprep.errors import RecipeError
+from weightprep.errors import RecipeError, did_you_mean
 from weightprep.transforms.cast import cast
 from weightprep.transforms.dequantize import dequantize
 from weightprep.transforms.e4m3_for_target import e4m3_for_target
@@ -73,18 +73,21 @@ def make_step(name: str, params: Mapping[str, Any] | None, where: str) -> Step:
     known = transforms()
     if name not in known:
         raise RecipeError(
-            where, found=f"step {name!r}", wanted=f"one of {', '.join(sorted(known))}", remedy="correct the name"
+            where,
+            found=f"step {name!r}",
+            wanted=f"one of {', '.join(sorted(known))}",
+            remedy=did_you_mean(name, known, "docs/recipes.md describes each step"),
         )
     try:
         checked = known[name].params.model_validate(dict(params or {}))
     except ValidationError as error:
         first = error.errors()[0]
         path = ".".join(str(part) for part in first["loc"])
-        fields = ", ".join(known[name].params.model_fields) or "no parameters"
+        fields = known[name].params.model_fields
         raise RecipeError(
             f"{where}.{name}.{path}",
-            found=f"{first.get('input')!r}: {first['msg']}",
-            wanted=fields,
-            remedy="correct the parameter",
+            found=f"{first['input']!r}: {first['msg']}",
+            wanted=", ".join(fields) or "no parameters",
+            remedy=did_you_mean(path, fields.keys() - {path}, "docs/recipes.md describes each step's parameters"),
         ) from None
     return Step(known[name], {field: getattr(checked, field) for field in known[name].params.model_fields})
