@@ -1,4 +1,4 @@
-"""Number formats and storage encodings: the bottom of the package, torch only."""
+"""Number formats and storage encodings: the bottom of the package, on torch and NumPy alone."""
 
 from weightprep.formats.encoding import (
     FOREIGN_SUFFIXES,

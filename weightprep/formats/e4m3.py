@@ -21,6 +21,7 @@ __all__ = [
     "has_nan",
     "quantization_multiplier",
     "quantize_e4m3fn",
+    "refuse_nan",
 ]
 
 # GPUs whose matrix units read e4m3fnuz
@@ -93,12 +94,11 @@ def has_nan(weight: torch.Tensor) -> bool:
     return int(codes.view(torch.uint8).max()) == 0xFF or int(codes.view(torch.int8).max()) == 0x7F
 
 
-def fn_to_fnuz(weight: torch.Tensor, scale: torch.Tensor, name: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:
-    """The same numbers in float8_e4m3fnuz: bytes reinterpreted, -0 (0x80, NaN in fnuz) made 0, scale doubled.
+def refuse_nan(weight: torch.Tensor, name: str) -> None:
+    """Make sure that every value of a float8_e4m3fn weight is a number.
 
-    :param weight: float8_e4m3fn, any shape and strides
-    :param scale: float32
-    :raises CheckpointError: if a NaN code (0x7f, 0xff) is present: reinterpreted it would read +-240
+    :param name: the tensor's, for the message
+    :raises CheckpointError: a NaN code, 0x7f or 0xff, is present
     """
     if has_nan(weight):
         raise CheckpointError(
@@ -107,5 +107,15 @@ def fn_to_fnuz(weight: torch.Tensor, scale: torch.Tensor, name: str = "weight") 
             wanted="finite weights",
             remedy="the checkpoint is damaged: download this shard again",
         )
+
+
+def fn_to_fnuz(weight: torch.Tensor, scale: torch.Tensor, name: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:
+    """The same numbers in float8_e4m3fnuz: bytes reinterpreted, -0 (0x80, NaN in fnuz) made 0, scale doubled.
+
+    :param weight: float8_e4m3fn, any shape and strides
+    :param scale: float32
+    :raises CheckpointError: if a NaN code (0x7f, 0xff) is present: reinterpreted it would read +-240
+    """
+    refuse_nan(weight, name)
     codes = weight.view(torch.uint8)
     return codes.masked_fill(codes == 0x80, 0).view(torch.float8_e4m3fnuz), scale * 2.0

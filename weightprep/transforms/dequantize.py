@@ -11,7 +11,7 @@ from weightprep.deferred import torch
 from weightprep.errors import CheckpointError
 from weightprep.formats import EncodedShape, Encoding
 from weightprep.formats.e2m1 import decode_e2m1
-from weightprep.formats.e4m3 import decode_e4m3fn, has_nan
+from weightprep.formats.e4m3 import decode_e4m3fn, refuse_nan
 from weightprep.formats.e8m0 import decode_e8m0
 from weightprep.formats.mx import MX_GROUP
 from weightprep.transforms.bundle import ANY_ENCODING, FLOATS, FP8, Bundle, Form, StepContext
@@ -35,13 +35,8 @@ def dequantize(bundle: Bundle, context: StepContext) -> Bundle:
     if encoded.encoding in FLOATS:
         return bundle
     weight, scale = bundle["weight"], source_scale(bundle, context.name)
-    if encoded.encoding in FP8 and has_nan(weight):
-        raise CheckpointError(
-            context.name,
-            found="a NaN code (0x7f or 0xff) in float8_e4m3fn",
-            wanted="finite weights",
-            remedy="the checkpoint is damaged: download this shard again",
-        )
+    if encoded.encoding in FP8:
+        refuse_nan(weight, context.name)
     if encoded.encoding is Encoding.MXFP4:
         values = torch.unflatten(decode_e2m1(weight), 1, (-1, MX_GROUP)).mul_(scale.unsqueeze(-1)).flatten(1)
     elif encoded.block is not None:

@@ -15,7 +15,7 @@ from weightprep.formats.e2m1 import Ties
 from weightprep.formats.mx import MX_GROUP, ScaleRule
 from weightprep.formats.mx import quantize_mxfp4 as quantize_groups
 from weightprep.transforms.bundle import FLOATS, Bundle, Form, StepContext
-from weightprep.transforms.quantize_fp8 import largest_magnitude
+from weightprep.transforms.quantize_fp8 import largest_magnitude, not_finite
 from weightprep.transforms.step import transform
 
 __all__ = ["absorb_mxfp4", "quantize_mxfp4"]
@@ -69,12 +69,7 @@ def _quantize(values: torch.Tensor, rule: ScaleRule, ties: Ties, name: str) -> t
             remedy="choose another precision for this model",
         )
     if not bool(torch.isfinite(largest_magnitude(values))):
-        raise CheckpointError(
-            name,
-            found="a NaN or an infinity in the weight",
-            wanted="finite weights",
-            remedy="the checkpoint is damaged: download this shard again",
-        )
+        raise not_finite(name)
     return quantize_groups(values, rule, ties)
 
 

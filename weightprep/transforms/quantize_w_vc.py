@@ -12,6 +12,7 @@ from weightprep.formats import EncodedShape, Encoding
 from weightprep.formats.e4m3 import quantization_multiplier, quantize_e4m3fn
 from weightprep.transforms.bundle import FLOATS, Bundle, Form, StepContext
 from weightprep.transforms.dequantize import dequantize
+from weightprep.transforms.quantize_fp8 import largest_magnitude, not_finite
 from weightprep.transforms.step import transform
 
 __all__ = ["quantize_w_vc"]
@@ -24,7 +25,7 @@ def _measure(bundle: Bundle, context: StepContext) -> torch.Tensor:
     except CheckpointError:
         # Raising here would leave the other ranks waiting in the reduction; run_steps raises on every rank.
         return torch.full((1,), float("inf"), device=bundle["weight"].device)
-    return _amax(torch.unflatten(weight, 0, (-1, nope + v))[:, nope:]).reshape(1)
+    return largest_magnitude(torch.unflatten(weight, 0, (-1, nope + v))[:, nope:]).reshape(1)
 
 
 @transform(requires=Form(True, FLOATS), ensures=Form(True, frozenset({Encoding.BF16})), measure=_measure)
@@ -36,20 +37,9 @@ def quantize_w_vc(bundle: Bundle, context: StepContext) -> Bundle:
     :raises CheckpointError: a NaN or an infinity in w_vc, or in w_kc after rounding
     """
     w_kc, w_vc = bundle["w_kc"].to(torch.bfloat16), bundle["w_vc"]
-    amax = context.amax[0] if context.amax is not None else _amax(w_vc)
+    amax = context.amax[0] if context.amax is not None else largest_magnitude(w_vc)
     if not bool(torch.isfinite(amax)) or not bool(torch.isfinite(w_kc).all()):
-        raise CheckpointError(
-            context.name,
-            found="a NaN or an infinity in the weight",
-            wanted="finite weights",
-            remedy="the checkpoint is damaged: download this shard again",
-        )
+        raise not_finite(context.name)
     m, scale = quantization_multiplier(amax)
     encoded = EncodedShape(Encoding.BF16, bundle.encoded.rows, bundle.encoded.cols)
     return Bundle({"w_kc": w_kc, "w_vc": quantize_e4m3fn(w_vc, m), "w_scale": scale}, encoded)
-
-
-def _amax(values: torch.Tensor) -> torch.Tensor:
-    amax = values.abs().amax().to(torch.float32)
-    # a reduction by MAX may drop a NaN but keeps an infinity
-    return torch.where(torch.isnan(amax), torch.full_like(amax, float("inf")), amax)

@@ -42,9 +42,9 @@ def measure_amax(steps: Sequence[Step], bundle: Bundle, context: StepContext) ->
 
     :return: float32, what the measuring step declares (for `quantize_fp8` largest magnitude of the weight, largest
         scale, and minus the smallest scale), to be reduced by elementwise MAX and handed to run_steps as
-        `context.amax`. A bundle with a NaN reports infinity, so that every
-        rank sees the fault after the reduction and none is left waiting. Whether it is None depends on names and dtypes
-        alone, so ranks agree on that without talking.
+        `context.amax`. A bundle with a NaN reports infinity, so that every rank sees the fault after the reduction and
+        none is left waiting. Whether it is None depends on names and dtypes alone, so ranks agree on that without
+        talking.
     """
     for position, step in enumerate(steps):
         if step.transform.measure is None:
