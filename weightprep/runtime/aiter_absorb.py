@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 
 from weightprep.errors import EngineError
+from weightprep.runtime.group_quant import FP8_GROUP
 
 __all__ = ["launch_aiter"]
-
-_GROUP = 128
 
 
 def launch_aiter(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -36,7 +35,7 @@ def launch_aiter(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor | None, o
         X=x,
         WQ=w.transpose(1, 2),
         w_scale=scale,
-        group_size=_GROUP,
+        group_size=FP8_GROUP,
         YQ=out if batch_major else out.transpose(0, 1),
         transpose_bm=batch_major,
         transpose_bm_in=True,

@@ -1,6 +1,6 @@
 """Counts of the kernel paths that calls really took, because a gate that misses makes no error, only a slow layer.
 
-A path is a short name such as ``absorb_v/triton/fp8/fp8_group``. A path that was wanted but not taken is counted under
+A path is a short name such as ``absorb/triton/fp8/fp8_group``. A path that was wanted but not taken is counted under
 its own name with the reason. Inside a captured CUDA graph a call is counted once, when it is captured. Python that
 torch.compile traces counts nothing, since Dynamo can neither take the lock nor repeat the count; weightprep's custom
 operators are opaque to it, and count each of their calls in compiled code too.
