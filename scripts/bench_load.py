@@ -26,12 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from glm_attention import HEADS, NOPE, RANK, V
 from safetensors.torch import save_file
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "engines" / "sglang"))
 
-HEADS, NOPE, ROPE, V, RANK, Q_RANK, HIDDEN = 64, 192, 64, 256, 512, 128, 256
+ROPE, Q_RANK, HIDDEN = 64, 128, 256
 SMALLEST_FFN, MOE_FFN, EXPERTS, VOCAB = 256, 128, 8, 512
 GFX950 = {"target": "gfx950"}
 
@@ -87,38 +88,52 @@ def write_checkpoint(folder: Path, layers: int, ffn: int) -> None:
 
 def _config(layers: int, ffn: int) -> dict[str, Any]:
     rope = {
-        **{"rope_type": "deepseek_yarn", "factor": 1.0, "original_max_position_embeddings": 4096, "beta_fast": 32},
-        **{"beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0, "rope_theta": 10000.0},
+        "rope_type": "deepseek_yarn",
+        "factor": 1.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "rope_theta": 10000.0,
     }
     return {
+        "architectures": ["GlmMoeDsaForCausalLM"],
         # without an indexer, as in the tests' model for the CPU engine
-        **{"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "deepseek_v3", "torch_dtype": "bfloat16"},
-        **{"num_hidden_layers": layers, "num_nextn_predict_layers": 1, "first_k_dense_replace": layers + 1},
-        **{"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "qk_nope_head_dim": NOPE, "v_head_dim": V},
-        **{"qk_rope_head_dim": ROPE, "kv_lora_rank": RANK, "q_lora_rank": Q_RANK, "hidden_size": HIDDEN},
-        **{
-            "intermediate_size": ffn,
-            "moe_intermediate_size": MOE_FFN,
-            "n_routed_experts": EXPERTS,
-            "num_experts_per_tok": 2,
-        },
-        **{
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "n_shared_experts": 1,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 1.0,
-        },
-        **{"vocab_size": VOCAB, "max_position_embeddings": 4096, "moe_layer_freq": 1, "scoring_func": "sigmoid"},
-        **{
-            "topk_method": "noaux_tc",
-            "ep_size": 1,
-            "rope_parameters": rope,
-            "rope_scaling": rope,
-            "hidden_act": "silu",
-        },
-        **{"rms_norm_eps": 1e-6, "attention_bias": False, "tie_word_embeddings": False},
+        "model_type": "deepseek_v3",
+        "torch_dtype": "bfloat16",
+        "num_hidden_layers": layers,
+        "num_nextn_predict_layers": 1,
+        "first_k_dense_replace": layers + 1,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "qk_nope_head_dim": NOPE,
+        "qk_rope_head_dim": ROPE,
+        "v_head_dim": V,
+        "kv_lora_rank": RANK,
+        "q_lora_rank": Q_RANK,
+        "hidden_size": HIDDEN,
+        "intermediate_size": ffn,
+        "moe_intermediate_size": MOE_FFN,
+        "moe_layer_freq": 1,
+        "n_routed_experts": EXPERTS,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "ep_size": 1,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 4096,
+        "rope_parameters": rope,
+        "rope_scaling": rope,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
     }
 
 

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import torch
+from glm_attention import HEADS, NOPE, RANK, V, config
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -25,21 +26,7 @@ from weightprep.formats import EncodedShape, Encoding
 from weightprep.recipe import ModulePlan, load_recipe, resolve
 from weightprep.transforms import Bundle, StepContext, measure_amax, run_steps
 
-HEADS, NOPE, V, RANK = 64, 192, 256, 512
 REPEATS = 7
-
-
-def plan(layers: int) -> tuple[ModulePlan, ...]:
-    config = {
-        "architectures": ["GlmMoeDsaForCausalLM"],
-        "num_attention_heads": HEADS,
-        "qk_nope_head_dim": NOPE,
-        "v_head_dim": V,
-        "kv_lora_rank": RANK,
-        "num_hidden_layers": layers - 1,
-        "num_nextn_predict_layers": 1,
-    }
-    return resolve(load_recipe("glm_moe_dsa"), config).modules
 
 
 def prepare(modules: tuple[ModulePlan, ...], weights: list[torch.Tensor], heads: int, *, agree: bool) -> list[Bundle]:
@@ -67,7 +54,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=79)
     parser.add_argument("--shards", type=int, nargs="+", default=[1, 8])
     arguments = parser.parse_args()
-    modules = plan(arguments.layers)
+    modules = resolve(load_recipe("glm_moe_dsa"), config(layers=arguments.layers - 1, nextn=1)).modules
     results = {}
     for shards in arguments.shards:
         heads = HEADS // shards

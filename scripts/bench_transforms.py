@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from glm_attention import HEADS, NOPE, RANK, V, config
 
 from weightprep.checkpoint.reader import SourceModule
 from weightprep.checkpoint.writer import as_bytes, describe
@@ -33,16 +34,7 @@ from weightprep.recipe import load_recipe, resolve
 from weightprep.synth import synthesize
 from weightprep.transforms import Bundle, StepContext, make_step, run_steps
 
-HEADS, NOPE, V, RANK = 64, 192, 256, 512
 ROWS = HEADS * (NOPE + V)
-CONFIG: dict[str, object] = {
-    "architectures": ["GlmMoeDsaForCausalLM"],
-    "num_hidden_layers": 1,
-    "num_attention_heads": HEADS,
-    "qk_nope_head_dim": NOPE,
-    "v_head_dim": V,
-    "kv_lora_rank": RANK,
-}
 
 
 def make_source(encoding: Encoding, weight: torch.Tensor) -> Bundle:
@@ -103,7 +95,7 @@ def main() -> None:
     torch.set_num_threads(1)
     weight = (torch.randn(ROWS, RANK, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
     recipe = load_recipe("glm_moe_dsa")
-    plans = {name: resolve(recipe, CONFIG, precision=name).modules[0] for name in ("fp8", "mxfp4")}
+    plans = {name: resolve(recipe, config(), precision=name).modules[0] for name in ("fp8", "mxfp4")}
     context = StepContext({"heads": HEADS, "nope": NOPE, "v": V, "rank": RANK}, name="kv_b_proj.weight")
     check(weight, run_steps(plans["fp8"].store, make_source(Encoding.BF16, weight), context))
     print(

@@ -224,8 +224,8 @@ def check_many_rows_and_no_rows() -> None:
         assert isinstance(result, Quantized)
         if m:
             assert_close(plain[-1:], x[-1:], weight)
-            error = (result.values.float().view(m, -1, 128) * result.scales[..., None]).view(m, -1)
-            difference = (error - plain.flatten(1).float()).norm() / plain.float().norm()
+            widened = (result.values.float().view(m, -1, 128) * result.scales[..., None]).view(m, -1)
+            difference = (widened - plain.flatten(1).float()).norm() / plain.float().norm()
             if not difference < 0.03:
                 raise AssertionError(f"M = {m}: quantized differs by {difference}")
 

@@ -9,22 +9,15 @@ numbers that the source stands for: the bf16 ones, or those of its block fp8.
 from __future__ import annotations
 
 import torch
+from glm_attention import NOPE, RANK, V, config
 
 from weightprep.convert.quality import measure
 from weightprep.formats import EncodedShape, Encoding
 from weightprep.recipe import load_recipe, resolve
 from weightprep.transforms import Bundle, StepContext, make_step, run_steps
 
-HEADS, NOPE, V, RANK = 16, 192, 256, 512
+HEADS = 16
 ROWS = HEADS * (NOPE + V)
-CONFIG: dict[str, object] = {
-    "architectures": ["GlmMoeDsaForCausalLM"],
-    "num_hidden_layers": 1,
-    "num_attention_heads": HEADS,
-    "qk_nope_head_dim": NOPE,
-    "v_head_dim": V,
-    "kv_lora_rank": RANK,
-}
 COLUMNS = (("bf16", "fp8"), ("fp8_block", "fp8"), ("bf16", "mxfp4"), ("fp8_block", "mxfp4"))
 
 
@@ -58,7 +51,7 @@ def source(values: torch.Tensor, encoding: str) -> Bundle:
 
 def ratio(bundle: Bundle, precision: str) -> float:
     """SQNR in dB."""
-    plan = resolve(load_recipe("glm_moe_dsa"), CONFIG, precision=precision)
+    plan = resolve(load_recipe("glm_moe_dsa"), config(heads=HEADS), precision=precision)
     stored = run_steps(plan.modules[0].store, bundle, StepContext(plan.dims))
     record = measure(bundle, stored, heads=HEADS, name="kv_b_proj")
     return float("inf") if record.sqnr_db is None else record.sqnr_db
