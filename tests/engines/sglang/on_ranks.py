@@ -226,7 +226,9 @@ def copy_behind_everybodys_back(state: Any, key: tuple[str, str, bool], layer: i
     return before, preparation.stale(holder)
 
 
-def report(state: Any, path: Path, folder: Path, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+def report(
+    state: Any, path: Path, folder: Path, extra: dict[str, Any] | None = None, draft: bool = False
+) -> dict[str, Any]:
     """The startup report of a load, as the JSON file in `folder` has it; empty on a rank that writes none."""
     import json
     import os
@@ -235,7 +237,7 @@ def report(state: Any, path: Path, folder: Path, extra: dict[str, Any] | None = 
     folder.mkdir(exist_ok=True)
     os.environ["WEIGHTPREP_REPORT"] = str(folder / "report.json")
     try:
-        _load(state, path, "weightprep", GFX950 | (extra or {}), draft=False)
+        _load(state, path, "weightprep", GFX950 | (extra or {}), draft)
     finally:
         del os.environ["WEIGHTPREP_REPORT"]
     files = list(folder.iterdir())
@@ -265,11 +267,11 @@ def logged() -> Iterator[list[str]]:
 
 
 def report_and_log(
-    state: Any, path: Path, folder: Path, extra: dict[str, Any] | None = None
+    state: Any, path: Path, folder: Path, extra: dict[str, Any] | None = None, draft: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
     """The startup report of a load, and what weightprep logged meanwhile."""
     with logged() as messages:
-        return report(state, path, folder, extra), messages
+        return report(state, path, folder, extra, draft), messages
 
 
 def report_of_zero_dummies(state: Any, path: Path, folder: Path, precision: str) -> tuple[dict[str, Any], list[str]]:

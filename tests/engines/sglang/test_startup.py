@@ -54,6 +54,23 @@ def test_table_and_json(tp1: Ranks, glm: Path, tmp_path: Path) -> None:
     assert any("canary passed for 1 distinct kernel path" in message for message in log)
 
 
+@pytest.mark.parametrize("nextn", ["convert", "keep"])
+def test_a_draft_reports_in_a_file_of_its_own(nextn: str, tp1: Ranks, glm: Path, tmp_path: Path) -> None:
+    report, log = tp1.run(on_ranks.report_and_log, glm, tmp_path, {"nextn": nextn}, draft=True)[0]
+    assert report["file"] == "report.nextn.json"
+    (layer,) = report["layers"]
+    wanted = ("fp8", "fp8_absorbed", True) if nextn == "convert" else ("kept", "bf16", False)
+    assert (layer["precision"], layer["path"], layer["fast"]) == wanted
+    assert (layer["layer"], layer["group"]) == (LAYERS, "nextn")
+    (table,) = [message for message in log if "recipe glm_moe_dsa" in message]
+    row = table.splitlines()[-1]
+    if nextn == "keep":
+        assert row.endswith("slow: nextn is keep; w_kc is bfloat16: torch.bmm")
+        assert "exact" not in row
+    assert row.split()[:3] == ["nextn", "1/1", wanted[0]]
+    assert sum("canary" in message for message in log) == (nextn == "convert")
+
+
 def test_violations_are_raised_together(tp1: Ranks, glm: Path, wrong_layout: Path) -> None:
     with pytest.raises(RankFailed) as failure:
         tp1.run(on_ranks.load, glm, extra=on_ranks.GFX950 | {"recipe": str(wrong_layout)})

@@ -15,6 +15,7 @@ import torch
 
 from weightprep.contracts import Place, Violation, raise_violations
 from weightprep.engines.sglang.compressor_hooks import GATE_PATH, CompressorPath, register_compressor_hooks
+from weightprep.engines.sglang.modules import is_nextn_draft
 from weightprep.errors import EngineError
 from weightprep.recipe import ModelPlan
 
@@ -36,7 +37,7 @@ def start_compressors(
     :raises ModelContractError: a tensor breaks its contract where the direct path is on
     """
     found = Counter(module.ratio for _, module in _compressors(model))
-    if not found and hasattr(getattr(model, "model", None), "decoder"):
+    if not found and is_nextn_draft(model):
         # a draft: its one layer attends to every token
         path = CompressorPath(False, "the NextN layer has no compressor")
         logger.info("weightprep: %s on %s: %s", type(model).__name__, target, path.reason)

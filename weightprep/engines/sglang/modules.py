@@ -17,11 +17,10 @@ from torch import nn
 from weightprep.engines.sglang.agreement import attention_group
 from weightprep.errors import EngineError
 from weightprep.formats import FOREIGN_SUFFIXES, SCALE_SUFFIXES, classify
-from weightprep.recipe import ModelPlan, ModulePlan
-from weightprep.recipe.resolve import NEXTN_GROUP
+from weightprep.recipe import NEXTN_GROUP, ModelPlan, ModulePlan
 from weightprep.transforms import Bundle
 
-__all__ = ["LiveModule", "live_modules"]
+__all__ = ["LiveModule", "is_nextn_draft", "kept_attentions", "live_modules"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +106,30 @@ class LiveModule:
         return None
 
 
+def is_nextn_draft(model: nn.Module) -> bool:
+    """Whether `model` is the NextN layer alone, as sglang serves it for a speculative server."""
+    return hasattr(getattr(model, "model", None), "decoder")
+
+
 def live_modules(model: nn.Module, plan: ModelPlan) -> list[LiveModule]:
     """The modules of `plan` in `model`: those of the NextN layer if it is a draft, else those of its decoder layers."""
-    return list(_find(model.model, plan))
+    return list(_find(model.model, plan, is_nextn_draft(model)))
 
 
-def _find(inner: Any, plan: ModelPlan) -> Iterator[LiveModule]:
-    is_draft = hasattr(inner, "decoder")
+def kept_attentions(model: Any, plan: ModelPlan) -> list[tuple[int, Any]]:
+    """Layer and attention of what `plan` leaves as sglang builds it in `model`, which only a draft can have."""
+    if not is_nextn_draft(model):
+        return []
+    found = []
+    for source in plan.kept:
+        layer, _, path = source.rpartition(".layers.")[2].partition(".")
+        owner = _descend(model.model.decoder, path.rpartition(".")[0])
+        if hasattr(owner, "w_kc"):
+            found.append((int(layer), owner))
+    return found
+
+
+def _find(inner: Any, plan: ModelPlan, is_draft: bool) -> Iterator[LiveModule]:
     for module in plan.modules:
         # the others of a recipe are converted in the checkpoint and have no live counterpart to prepare
         if "w_kc" not in plan.recipe.contracts[module.contract] or (module.group == NEXTN_GROUP) is not is_draft:

@@ -10,25 +10,30 @@ from pathlib import Path
 from typing import Any
 
 from weightprep.engines.sglang.metrics import export_layers
+from weightprep.engines.sglang.modules import is_nextn_draft
 from weightprep.engines.sglang.prepare import Preparation
 from weightprep.errors import EngineError
 
-__all__ = ["REPORT_VARIABLE", "LayerReport", "check_destination", "log_report"]
+__all__ = ["AS_BUILT", "REPORT_VARIABLE", "LayerReport", "check_destination", "log_report"]
 
 logger = logging.getLogger(__name__)
 
 # Names a file that the first rank writes the report to, as JSON.
 REPORT_VARIABLE = "WEIGHTPREP_REPORT"
+# the source of what weightprep did not prepare
+AS_BUILT = "as sglang built it"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
     """What one layer of this rank was given.
 
-    :param source: where the weights came from and how they were encoded: "online bf16", "sidecar fp8_tensor", or "as
-        sglang built it"
+    :param precision: of the absorbed weights; "kept" where the option nextn is keep
+    :param source: where the weights came from and how they were encoded: "online bf16", "sidecar fp8_tensor", or
+        AS_BUILT
     :param path: the path that upstream's gates choose for the live tensors, joined with "+" where the matmuls differ
     :param sqnr_db: of the weights against those that they were made from, on some heads; None where there is no noise
+        or nothing was prepared
     :param fast: whether both matmuls run in the weights' precision
     :param reason: what decided it
     """
@@ -62,7 +67,7 @@ def log_report(model: Any, preparation: Preparation, version: str, reports: tupl
         head = {"schema": "weightprep.startup/1", "model": name, "target": target, "sglang": version, "recipe": recipe}
         path = Path(destination)
         # the draft of a speculative server and each pipeline stage report too, in files of their own
-        part = ".nextn" if any(report.group == "nextn" for report in reports) else ""
+        part = ".nextn" if is_nextn_draft(model) else ""
         if (stages := get_pp_group()).world_size > 1:
             part = f".pp{stages.rank_in_group}{part}"
         path = path.with_name(f"{path.stem}{part}{path.suffix}")
@@ -99,7 +104,7 @@ def _table(preparation: Preparation, reports: tuple[LayerReport, ...]) -> list[s
     totals = {group: sum(module.group == group for module in preparation.plan.modules) for group, *_ in rows}
     lines = [("layers", "", "precision", "source", "SQNR", "path", "reason")]
     lines += [
-        (group, f"{len(layers)}/{totals[group]}", precision, source, _worst(layers), path, reason)
+        (group, f"{len(layers)}/{totals[group] or len(layers)}", precision, source, _worst(layers), path, reason)
         for (group, precision, source, path, reason), layers in rows.items()
     ]
     widths = [max(len(line[column]) for line in lines) for column in range(6)]
@@ -108,5 +113,7 @@ def _table(preparation: Preparation, reports: tuple[LayerReport, ...]) -> list[s
 
 
 def _worst(layers: list[LayerReport]) -> str:
+    if layers[0].source == AS_BUILT:
+        return ""
     known = [layer.sqnr_db for layer in layers if layer.sqnr_db is not None]
     return f"{min(known):.1f} dB" if known else "exact"

@@ -15,11 +15,12 @@ import torch
 from weightprep.contracts import Place, Prediction, Violation, predict, raise_violations
 from weightprep.engines.sglang.canary import Sample, run_canary
 from weightprep.engines.sglang.kernels import server_kernels
-from weightprep.engines.sglang.modules import LiveModule, live_modules
+from weightprep.engines.sglang.modules import LiveModule, kept_attentions, live_modules
 from weightprep.engines.sglang.prepare import Preparation
 from weightprep.engines.sglang.quality_check import sqnr_db
-from weightprep.engines.sglang.report import LayerReport, log_report
+from weightprep.engines.sglang.report import AS_BUILT, LayerReport, log_report
 from weightprep.engines.sglang.versions import KNOWN, installed_version
+from weightprep.recipe import NEXTN_GROUP
 
 __all__ = ["check_startup"]
 
@@ -39,6 +40,10 @@ def check_startup(
     version = str(installed_version() or KNOWN[-1])
     predictions = [predict(preparation.target, version, _attributes(module.owner)) for module in modules]
     reports = tuple(_report(*pair, preparation) for pair in zip(modules, predictions, strict=True))
+    reports += tuple(
+        _report_kept(layer, predict(preparation.target, version, _attributes(owner)))
+        for layer, owner in kept_attentions(model, preparation.plan)
+    )
     faults = [_violations(*pair, preparation) for pair in zip(modules, predictions, strict=True)]
     violations = [fault for found in faults for fault in found]
     if not is_reload:
@@ -53,7 +58,7 @@ def check_startup(
         if len(sound) < len(modules):
             left_out = len(modules) - len(sound)
             logger.warning("weightprep: no canary for %d layer(s) that violate their contract", left_out)
-        if sound or not modules:
+        if sound:
             _run_canary(sound, preparation)
     return reports
 
@@ -96,11 +101,24 @@ def _report(module: LiveModule, prediction: Prediction, preparation: Preparation
         layer=module.plan.layer,
         group=module.plan.group,
         precision=module.plan.precision,
-        source=f"{origin.route} {origin.encoding}" if origin else "as sglang built it",
+        source=f"{origin.route} {origin.encoding}" if origin else AS_BUILT,
         sqnr_db=round(sqnr, 2) if math.isfinite(sqnr) else None,
         path=prediction.path,
         fast=prediction.fast,
         reason=prediction.reason,
+    )
+
+
+def _report_kept(layer: int, prediction: Prediction) -> LayerReport:
+    return LayerReport(
+        layer=layer,
+        group=NEXTN_GROUP,
+        precision="kept",
+        source=AS_BUILT,
+        sqnr_db=None,
+        path=prediction.path,
+        fast=prediction.fast,
+        reason=f"nextn is keep; {prediction.reason}",
     )
 
 
