@@ -131,7 +131,7 @@ def parse_header(raw: bytes, file_size: int, path: Path) -> Header:
         _refuse(path, "a header that does not start with '{'", "a JSON object")
     entries = parse_object(text, path)
     metadata = _metadata(entries.pop(_METADATA, None), path)
-    infos = sorted((_info(name, entry, path) for name, entry in entries.items()), key=lambda i: (i.begin, i.end))
+    infos = sorted((_info(name, entry, path) for name, entry in entries.items()), key=_in_file)
     data_start = 8 + length
     _check_cover(infos, file_size - data_start, path)
     return Header(path, MappingProxyType({i.name: i for i in infos}), metadata, data_start, file_size)
@@ -164,6 +164,11 @@ def _info(name: str, entry: object, path: Path) -> TensorInfo:
     if offsets[1] - offsets[0] != bits // 8:
         _refuse(where, f"{offsets[1] - offsets[0]} bytes", f"{bits // 8} bytes for {dtype} of shape {shape}")
     return TensorInfo(name, dtype, tuple(shape), offsets[0], offsets[1])
+
+
+def _in_file(info: TensorInfo) -> tuple[int, int, str]:
+    """The order of the bytes; empty tensors at one offset have none, and go by name whatever the JSON's order."""
+    return info.begin, info.end, info.name
 
 
 def _is_sizes(value: object) -> bool:
@@ -225,7 +230,7 @@ def encode_header(infos: Iterable[TensorInfo], metadata: Mapping[str, str]) -> b
     :raises CheckpointError: more than :data:`MAX_HEADER_BYTES`, which no loader would read
     """
     entries: dict[str, object] = {_METADATA: dict(sorted(metadata.items()))} if metadata else {}
-    for info in sorted(infos, key=lambda i: (i.begin, i.end, i.name)):
+    for info in sorted(infos, key=_in_file):
         entries[info.name] = {"dtype": info.dtype, "shape": info.shape, "data_offsets": (info.begin, info.end)}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     text += b" " * (-len(text) % 8)

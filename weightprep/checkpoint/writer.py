@@ -66,7 +66,7 @@ def fsync_directory(path: Path) -> None:
 class ShardWriter:
     """One shard being written; a context manager that closes the file, but only :meth:`finish` makes it complete.
 
-    Different tensors may be written from different threads.
+    One thread copies; others may write other tensors meanwhile.
 
     :param path: must not exist yet
     :param infos: the tensors in the order in which they should lie in the file; their offsets are assigned here

@@ -74,9 +74,8 @@ def convert_by_table(job: ModuleJob, dims: Mapping[str, int], file: str, write: 
     :raises CheckpointError: a value cannot be converted (NaN, infinity), or the source cannot be read
     """
     source = job.source.weight
-    heads = dims.get("heads", 0)
-    has_heads = heads > 0 and job.source.encoded.rows % heads == 0
-    counted = _count_heads(source, heads if has_heads else 1)
+    heads = job.heads(dims)
+    counted = _count_heads(source, heads or 1)
     largest = max(head.largest for head in counted)
     if largest >= _INFINITY:
         raise not_finite(source.name)
@@ -104,7 +103,7 @@ def convert_by_table(job: ModuleJob, dims: Mapping[str, int], file: str, write: 
             job.outputs["scale"].name: hashlib.sha256(scales).hexdigest(),
         },
         scale=float(scale),
-        quality=_quality(counted, table, scale, has_heads=has_heads, name=source.name),
+        quality=_quality(counted, table, scale, has_heads=heads is not None, name=source.name),
     )
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Executor, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Protocol
+from typing import ParamSpec, Protocol, TypeVar
 
 from weightprep.checkpoint.manifest import ModuleRecord
 from weightprep.checkpoint.repository import TensorRef
@@ -24,6 +24,10 @@ from weightprep.convert.plan import ConversionPlan, ModuleJob, ShardJob, SourceS
 from weightprep.errors import CheckpointError
 
 __all__ = ["FileRunner", "Progress", "Records", "ResumableError", "Unwatched", "check_unchanged"]
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class ResumableError(CheckpointError):
@@ -81,10 +85,14 @@ class FileRunner:
         self._attempt = attempt
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._failure: BaseException | None = None
         self._moving = threading.Semaphore(plan.options.workers)
 
     def run(self, jobs: Sequence[ShardJob]) -> None:
-        """Write the files of `jobs`; the first failure, or an interrupt, stops the others at their next chunk."""
+        """Write the files of `jobs`; the first failure, or an interrupt, stops the others at their next chunk.
+
+        No thread is left, and nothing half-written, when this returns or raises.
+        """
         workers = self._plan.options.workers
         if workers == 1:
             # No pool: a debugger works, and an interrupt arrives where the work is.
@@ -94,46 +102,57 @@ class FileRunner:
         # Twice as many: a file that waits for the disk to have it must not keep others from being read. And modules
         # beside them: a shard of all of them takes no longer than the same modules in many shards.
         with ThreadPoolExecutor(workers) as converting, ThreadPoolExecutor(2 * workers) as pool:
-            futures = [pool.submit(self._one, job, converting) for job in jobs]
             try:
-                _, unfinished = wait(futures, return_when=FIRST_EXCEPTION)
-                if unfinished:
-                    self._stop.set()
+                wait([pool.submit(self._guarded, self._one, job, converting) for job in jobs])
             except BaseException:
                 self._stop.set()
                 raise
             finally:
                 pool.shutdown(cancel_futures=True)
-        failures = [f.exception() for f in futures if not f.cancelled()]
-        for failure in failures:
-            if failure is not None and not isinstance(failure, _StoppedError):
-                raise failure
+        if self._failure is not None:
+            raise self._failure
+
+    def _guarded(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """What `work` returns, in a thread: its failure, if it is the first one, is the run's, and ends the others.
+
+        :raises _StoppedError: it failed, or was given up
+        """
+        try:
+            return work(*args, **kwargs)
+        except BaseException as error:
+            with self._lock:
+                if self._failure is None and not isinstance(error, _StoppedError):
+                    self._failure = error
+            self._stop.set()
+            raise _StoppedError from None
 
     def _one(self, job: ShardJob, converting: Executor | None) -> None:
+        if self._stop.is_set():
+            raise _StoppedError
         final = tree_of(self._plan.options.partial) / job.name
         final.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_of(self._plan.options.partial, job.name, self._attempt)
         temporary.unlink(missing_ok=True)
         sources = {job.source, *(ref.path for module in job.modules for ref in module.source_refs)}
         stamps = [self._plan.stamps[path] for path in sources]
-        with contextlib.ExitStack() as moving:
-            moving.enter_context(self._moving)
-            if self._stop.is_set():
-                raise _StoppedError
-            self._progress.begin(job.name, job.nbytes)
-            check_unchanged(stamps)
-            try:
+        try:
+            with contextlib.ExitStack() as moving:
+                moving.enter_context(self._moving)
+                if self._stop.is_set():
+                    raise _StoppedError
+                self._progress.begin(job.name, job.nbytes)
+                check_unchanged(stamps)
                 if job.rewritten:
                     records, how = self._rewrite(job, temporary, moving.close, converting), "rewritten"
                 else:
                     records, how = (), place_file(job.source, temporary, self._plan.options.link, self._on_bytes(job))
                     moving.close()
                     sync_file(temporary)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
-        check_unchanged(stamps)
-        replace_file(temporary, final)
+            check_unchanged(stamps)
+            replace_file(temporary, final)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
         fsync_directory(final.parent)
         with self._lock:
             entry = Entry(job.name, job.nbytes, records)
@@ -153,9 +172,10 @@ class FileRunner:
                 writer.copy(copied)
                 records = [self._convert(module, job, writer) for module in job.modules]
             else:
-                futures = [converting.submit(self._convert, module, job, writer) for module in job.modules]
+                futures = [converting.submit(self._guarded, self._convert, m, job, writer) for m in job.modules]
                 try:
-                    writer.copy(copied)
+                    # A failure of either side has to reach the other one before it is waited for.
+                    self._guarded(writer.copy, copied)
                     records = [future.result() for future in futures]
                 finally:
                     # The writer may not be closed under a module that is still being written.

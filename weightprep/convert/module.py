@@ -52,7 +52,7 @@ def convert_module(job: ModuleJob, dims: Mapping[str, int], file: str) -> Conver
         source_sha256={ref.name: _sha256(t) for ref, t in zip(job.source_refs, bundle.values(), strict=True)},
         target_sha256={job.outputs[role].name: _sha256(tensor) for role, tensor in tensors.items()},
         scale=float(one_scale) if one_scale is not None and one_scale.numel() == 1 else None,
-        quality=measure(bundle, stored, heads=dims.get("heads"), name=source.weight.name),
+        quality=measure(bundle, stored, heads=job.heads(dims), name=source.weight.name),
     )
     return Converted(tensors, record)
 

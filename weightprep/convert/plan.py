@@ -21,6 +21,7 @@ from weightprep.checkpoint.reader import SourceModule
 from weightprep.checkpoint.repository import Checkpoint, TensorRef
 from weightprep.convert.options import ConvertOptions
 from weightprep.recipe import ModelPlan, ModulePlan
+from weightprep.transforms.split_kv_b import split_kv_b
 
 __all__ = [
     "ConversionPlan",
@@ -31,6 +32,7 @@ __all__ = [
     "ShardJob",
     "SourceStamp",
     "TensorFate",
+    "has_heads",
 ]
 
 
@@ -74,6 +76,15 @@ class ModuleJob:
     def source_refs(self) -> tuple[TensorRef, ...]:
         """The tensors that the module is read from."""
         return (self.source.weight, *((self.source.scale,) if self.source.scale else ()))
+
+    def heads(self, dims: Mapping[str, int]) -> int | None:
+        """How many attention heads the rows of the weight are, one after the other; None where they are none."""
+        return dims["heads"] if has_heads(self.plan) else None
+
+
+def has_heads(plan: ModulePlan) -> bool:
+    """Whether rows of the module belong to heads: kv_b_proj alone is split by them, rows that only divide are not."""
+    return any(step.transform is split_kv_b for step in plan.prepare)
 
 
 @dataclass(frozen=True, slots=True)

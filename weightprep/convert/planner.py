@@ -14,7 +14,7 @@ from weightprep.checkpoint.writer import describe
 from weightprep.convert.coverage import check_coverage, unclaimed_modules
 from weightprep.convert.inline import inline_jobs, inline_texts
 from weightprep.convert.options import PARTIAL_SUFFIX, SIDECAR_DIR, ConvertOptions, Layout
-from weightprep.convert.plan import ConversionPlan, Fate, ModuleJob, PassedModule, SourceStamp, TensorFate
+from weightprep.convert.plan import ConversionPlan, Fate, ModuleJob, PassedModule, SourceStamp, TensorFate, has_heads
 from weightprep.convert.quant_config import Modules, StoredScale, overridden_entries, storage_for
 from weightprep.convert.runtime_names import linear_modules
 from weightprep.convert.sidecar import sidecar_jobs
@@ -23,7 +23,7 @@ from weightprep.formats import Encoding
 from weightprep.recipe import ModelPlan, ModulePlan, find_recipe, load_recipe, resolve
 from weightprep.recipe.resolve import NEXTN_GROUP
 from weightprep.transforms import Form, check_composition
-from weightprep.transforms.split_kv_b import kv_b_shape, split_kv_b
+from weightprep.transforms.split_kv_b import kv_b_shape
 from weightprep.transforms.stored_absorbed import STORED_NAMES, stored_shapes
 
 __all__ = ["find_modules", "layer_prefix", "make_plan", "plan_contents", "plan_model"]
@@ -149,7 +149,7 @@ def _check_shape(plan: ModulePlan, source: SourceModule, dims: Mapping[str, int]
 
     :raises CheckpointError: config.json's dims do not fit the weight
     """
-    if any(step.name == split_kv_b.name for step in plan.prepare):
+    if has_heads(plan):
         found, wanted = (source.encoded.rows, source.encoded.cols), kv_b_shape(dims)
         if found != wanted:
             raise CheckpointError(

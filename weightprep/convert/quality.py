@@ -26,7 +26,7 @@ __all__ = ["describe", "is_below", "judged_db", "measure", "record_of"]
 def measure(source: Bundle, stored: Bundle, *, heads: int | None, name: str) -> QualityRecord:
     """Compare `stored`, a whole weight or its absorbed matrices, with `source`, a whole weight [N, K].
 
-    :param heads: the rows are this many heads of equal size, for the head-amax ratio; None where they are not
+    :param heads: the rows are this many heads of equal size; None where they are none
     :param name: the source tensor's name, for errors
     :raises CheckpointError: a value that is not finite has come out
     """
@@ -44,14 +44,14 @@ def measure(source: Bundle, stored: Bundle, *, heads: int | None, name: str) -> 
         noise[part] = _square_sums(difference)
         largest_error = max(largest_error, float(difference.abs_().max()))
         torch.amax(original.abs_(), dim=1, out=row_amax[part])
-    by_head = (heads, -1) if heads and rows % heads == 0 else (1, rows)
+    by_head = (heads or 1, -1)
     amax = row_amax.view(by_head).amax(dim=1).tolist()
     return record_of(
         signal.view(by_head).sum(dim=1).tolist(),
         noise.view(by_head).sum(dim=1).tolist(),
         max_error=largest_error,
         amax=max(amax),
-        head_amax=amax if by_head[0] == heads else [],
+        head_amax=amax if heads is not None else [],
         name=name,
     )
 
