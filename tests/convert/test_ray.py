@@ -53,13 +53,15 @@ def reference(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 def cluster() -> Iterator[str]:
     """The address of a cluster that lives as long as its process's standard input."""
     folder = tempfile.mkdtemp(prefix="ray-")
+    # Ray notes the address in a folder that nothing makes where no cluster was ever started with the defaults.
+    Path(folder, "ray").mkdir()
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("ray_cluster.py")), folder],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | QUIET,
+        env=os.environ | QUIET | {"RAY_TMPDIR": folder},
     )
     assert process.stdout is not None
     address = process.stdout.readline().strip()

@@ -57,6 +57,7 @@ def test_page(tmp_path: Path) -> None:
     assert page.plots == [
         "Relative error",
         "SQNR, dB",
+        "SQNR of the worst head, dB",
         "Largest magnitude (amax)",
         "Scale",
         "Largest over smallest head amax",
