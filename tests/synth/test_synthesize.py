@@ -204,6 +204,19 @@ def test_shards_do_not_change_the_tensors(tmp_path):
     assert all(torch.equal(single[name], merged[name]) for name in single)
 
 
+@pytest.mark.parametrize("encoding", ["bf16", "fp8_block"])
+@pytest.mark.parametrize("shards", [2, 24, 48])
+def test_every_shard_holds_something(tmp_path, encoding, shards):
+    """The embedding alone is larger than a shard, and with 48 there is one for each of the model's tensors."""
+    synthesize(tmp_path, "deepseek_v2_lite", layers=2, shards=shards, encoding=encoding)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert len(checkpoint.shards) == len(list(tmp_path.glob("*.safetensors"))) == shards
+    assert all(header.tensors for header in checkpoint.shards.values())
+    sizes = [header.file_size for header in checkpoint.shards.values()]
+    largest = max(ref.nbytes for ref in checkpoint.tensors.values())
+    assert max(sizes) < sum(sizes) / shards + 2 * largest
+
+
 SIZED = """
 import resource, sys
 from weightprep.synth import synthesize
@@ -351,6 +364,7 @@ def test_a_wrapper_keeps_everything_under_text_config(tmp_path):
         ({"encoding": "fp4"}, "fp8_block"),
         ({"layers": 0}, "at least one"),
         ({"shards": 0}, "at least one"),
+        ({"layers": 1, "shards": 5000}, r"5000 shards for \d+ tensors"),
         ({"layers": 1, "arch": "kimi_k2", "size": 10**9}, "experts"),
     ],
 )

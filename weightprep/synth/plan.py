@@ -109,14 +109,25 @@ def _nbytes(stored: Stored) -> int:
 def place_tensors(model: Iterable[Tensor], encoding: CheckpointEncoding, shards: int) -> list[PlacedTensor]:
     """Spread the model over `shards` files of about equal size, in order; a scale goes to the shard after its
     weight's.
+
+    :raises RecipeError: fewer tensors than files
     """
     model = list(model)
+    if len(model) < shards:
+        raise RecipeError(
+            "synth",
+            found=f"{shards} shards for {len(model)} tensors",
+            wanted="at least one tensor in each shard",
+            remedy=f"ask for {len(model)} shards at most, or for more layers",
+        )
     stored = [stored_as(encoding.scheme(tensor.kind), tensor.shape) for tensor in model]
     total = sum(_nbytes(forms[0]) for forms in stored)
     placed = []
-    done = 0
-    for tensor, forms in zip(model, stored, strict=True):
-        shard = min(done * shards // max(total, 1), shards - 1)
+    done, shard = 0, -1
+    for position, (tensor, forms) in enumerate(zip(model, stored, strict=True)):
+        # No shard stays empty: not behind a tensor that is larger than one, nor for want of tensors at the end.
+        by_size = min(done * shards // max(total, 1), shards - 1, shard + 1)
+        shard = max(by_size, shards - (len(model) - position))
         done += _nbytes(forms[0])
         infos = [_info(tensor, form) for form in forms]
         entries = tuple((info, (shard + number) % shards) for number, info in enumerate(infos))
