@@ -28,6 +28,7 @@ MXFP4 = {"w_kc": U8, "w_vc": U8, "w_scale_k": U8, "w_scale_v": U8, "w_scale": "f
         ("gfx950", "0.5.12", FP8, "fp8_absorbed", True),
         ("gfx950", "0.5.23", MXFP4, "mxfp4_absorbed", True),
         ("gfx950", "0.5.23", FP8_FNUZ, "fp8_absorbed+fp8_dequantized", False),
+        ("gfx950", "0.5.23", {**FP8, "aiter": "off"}, "fp8_dequantized", False),
         ("gfx942", "0.5.23", FP8_FNUZ, "fp8_absorbed+fp8_dequantized", False),
         ("gfx942", "0.5.23", FP8, "fp8_dequantized", False),
         ("sm90", "0.5.23", FP8, "fp8_absorbed", True),
@@ -57,6 +58,7 @@ def test_paths(target: str, version: str, attributes: dict[str, str], path: str,
         ("sm90", {**FP8, "w_scale": "float"}, "takes w_scale for tensor"),
         ("gfx950", {"w_kc": U8, "w_vc": U8}, "takes w_scale_k for uint8, but it is absent"),
         ("gfx942", MXFP4, "but it is uint8"),
+        ("gfx950", {**MXFP4, "aiter": "off"}, "but it is uint8"),
         ("sm90", MXFP4, "but it is uint8"),
         ("sm90", FP8_FNUZ, "but it is float8_e4m3fnuz"),
     ],
@@ -82,7 +84,9 @@ def test_versions_without_plugins_are_refused(version: str) -> None:
         predict("gfx90a", "0.5.23", FP8)
 
 
-def branch_taken(monkeypatch: pytest.MonkeyPatch, matmul: str, gfx950: bool, k: torch.dtype, v: torch.dtype) -> str:
+def branch_taken(
+    monkeypatch: pytest.MonkeyPatch, matmul: str, use_aiter_gfx95: bool, k: torch.dtype, v: torch.dtype
+) -> str:
     """The kernel that sglang's own rocm_absorb_{q,v}_bmm calls, with stand-ins for the kernels."""
     from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla_rocm as rocm
 
@@ -99,7 +103,7 @@ def branch_taken(monkeypatch: pytest.MonkeyPatch, matmul: str, gfx950: bool, k: 
         return kernel
 
     fp8 = "batched_gemm_a8w8_a_per_token_group_prequant_w_per_batched_tensor_quant"
-    monkeypatch.setattr(rocm, "_use_aiter_gfx95", gfx950)
+    monkeypatch.setattr(rocm, "_use_aiter_gfx95", use_aiter_gfx95)
     monkeypatch.setattr(rocm, fp8, stand_in("fp8"), raising=False)
     monkeypatch.setattr(rocm, "batched_gemm_afp4wfp4_pre_quant", stand_in("mxfp4"), raising=False)
     monkeypatch.setattr(rocm, "_absorb_weight_bf16", stand_in("bmm"))
@@ -137,18 +141,17 @@ def test_w_scale_multiplies_a_bf16_w_kc_on_rocm(gfx950: bool, monkeypatch: pytes
     assert torch.equal(results[1], results[0] * 0.5)
 
 
-@pytest.mark.parametrize("gfx950", [True, False])
+@pytest.mark.parametrize(("target", "aiter"), [("gfx950", "on"), ("gfx950", "off"), ("gfx942", "on")])
 @pytest.mark.parametrize("matmul", ["q", "v"])
 def test_the_installed_sglang_takes_the_predicted_branch(
-    matmul: str, gfx950: bool, monkeypatch: pytest.MonkeyPatch
+    matmul: str, target: str, aiter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = {"fp8_absorbed": "fp8", "mxfp4_absorbed": "mxfp4"}
     dtypes = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.bfloat16, torch.uint8)
     for k, v in itertools.product(dtypes, dtypes):
         with monkeypatch.context() as patch:
-            taken = branch_taken(patch, matmul, gfx950, k, v)
-        target = "gfx950" if gfx950 else "gfx942"
-        attributes = {"w_kc": str(k)[6:], "w_vc": str(v)[6:]}
+            taken = branch_taken(patch, matmul, (target, aiter) == ("gfx950", "on"), k, v)
+        attributes = {"w_kc": str(k)[6:], "w_vc": str(v)[6:], "aiter": aiter}
         gate = next(
             gate
             for gate in GATES

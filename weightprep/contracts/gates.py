@@ -47,7 +47,7 @@ class Gate:
 
     :param matmul: "q" (q_nope x w_kc) or "v" (attention output x w_vc)
     :param needs: attribute of the attention module -> what the branch's condition compares it with; w_kc and w_vc are
-        dtypes, w_scale is "tensor" or "float". All must hold.
+        dtypes, w_scale is "tensor" or "float". "aiter" is the process's, "on" or "off". All must hold.
     :param reads: what the kernel then takes the attributes for, where the condition does not test them; anything else
         is computed wrong or fails
     :param fast: whether the matmul runs in the weights' precision without a pass over the weights before it
@@ -81,16 +81,27 @@ class Prediction:
 _AITER_FP8 = "aiter batched_gemm_a8w8 (per-token-group activations, per-tensor weights)"
 _AITER_FP4 = "aiter batched_gemm_afp4wfp4_pre_quant"
 _SCALED = "torch.bmm after w.to(bfloat16) * w_scale in each call"
+# SGLANG_USE_AITER: off, gfx950 takes none of its kernels.
+_AITER = {"aiter": "on"}
 
 # First match wins, within a matmul.
 GATES = (
-    Gate("q", ("gfx950",), "", "mxfp4_absorbed", _AITER_FP4, True, {"w_kc": _FP4}, {"w_scale_k": _FP4}),
-    Gate("q", ("gfx950",), "", "fp8_absorbed", _AITER_FP8, True, {"w_kc": _FN}, {"w_scale": "tensor"}),
+    Gate("q", ("gfx950",), "", "mxfp4_absorbed", _AITER_FP4, True, {"w_kc": _FP4} | _AITER, {"w_scale_k": _FP4}),
+    Gate("q", ("gfx950",), "", "fp8_absorbed", _AITER_FP8, True, {"w_kc": _FN} | _AITER, {"w_scale": "tensor"}),
     # in graph capture only: in eager mode sglang prefers torch.bmm there
     Gate("q", _ROCM, "", "fp8_absorbed", _AITER_FP8, True, {"w_kc": _FNUZ}, {"w_scale": "tensor"}),
-    Gate("v", ("gfx950",), "", "mxfp4_absorbed", _AITER_FP4, True, {"w_vc": _FP4}, {"w_scale_v": _FP4}),
+    Gate("v", ("gfx950",), "", "mxfp4_absorbed", _AITER_FP4, True, {"w_vc": _FP4} | _AITER, {"w_scale_v": _FP4}),
     # the condition is on w_kc; w_vc is not looked at
-    Gate("v", ("gfx950",), "", "fp8_absorbed", _AITER_FP8, True, {"w_kc": _FN}, {"w_vc": _FN, "w_scale": "tensor"}),
+    Gate(
+        "v",
+        ("gfx950",),
+        "",
+        "fp8_absorbed",
+        _AITER_FP8,
+        True,
+        {"w_kc": _FN} | _AITER,
+        {"w_vc": _FN, "w_scale": "tensor"},
+    ),
     Gate("q", _CUDA, "", "fp8_absorbed", "flashinfer bmm_fp8", True, {"w_kc": _FN}, {"w_scale": "tensor"}),
     Gate("v", _CUDA, "", "fp8_absorbed", "flashinfer bmm_fp8", True, {"w_vc": _FN}, {"w_scale": "tensor"}),
     Gate("q", ("cpu",), "", "fp8_dequantized", _SCALED, False, {"w_kc": _FN}, {"w_scale": "tensor"}),
@@ -130,11 +141,13 @@ def predict(target: str, engine_version: str, attributes: Mapping[str, str]) -> 
     :param target: one of TARGETS
     :param engine_version: version of sglang, for example "0.5.23"
     :param attributes: "w_kc" and "w_vc": names of torch dtypes without "torch."; "w_scale": "tensor" or "float";
-        "w_scale_k" and "w_scale_v": dtype names, where the layer has them
+        "w_scale_k" and "w_scale_v": dtype names, where the layer has them; "aiter": "on", the default, or "off",
+        which says whether SGLANG_USE_AITER is set
     :raises EngineError: an unknown target, or a version that has no plugin interface
     """
     check_target(target)
     version = engine_version_of(engine_version)
+    attributes = _AITER | dict(attributes)
     q, v = (_select(matmul, target, version, attributes) for matmul in ("q", "v"))
     for gate in (q, v):
         for attribute, wanted in gate.reads.items():

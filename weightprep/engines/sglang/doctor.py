@@ -220,9 +220,10 @@ def _flags(environment: Mapping[str, str]) -> Iterator[Finding]:
 
     if torch.version.hip is None:
         return
-    value = environment.get("SGLANG_USE_AITER", "")
-    if value.lower() in ("1", "true", "yes"):
-        yield Finding("SGLANG_USE_AITER", "ok", value)
+    from weightprep.engines.sglang.hardware import AITER_REMEDY, AITER_VARIABLE, aiter_is_on
+
+    value = environment.get(AITER_VARIABLE, "")
+    if aiter_is_on(environment):
+        yield Finding(AITER_VARIABLE, "ok", value)
     else:
-        remedy = "export SGLANG_USE_AITER=1 before the server starts: sglang reads it once, at import"
-        yield Finding("SGLANG_USE_AITER", "problem", value or "unset: the fp8 paths are off", remedy)
+        yield Finding(AITER_VARIABLE, "problem", value or "unset: the fp8 paths are off", AITER_REMEDY)

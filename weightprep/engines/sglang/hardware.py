@@ -1,13 +1,18 @@
-"""Which target's gates apply on this machine, in the names that recipes and gates use."""
+"""Which target's gates apply on this machine, in the names that recipes and gates use, and whether aiter is on."""
 
 from __future__ import annotations
+
+import os
+from collections.abc import Mapping
 
 import torch
 
 from weightprep.errors import EngineError
 
-__all__ = ["detect_target", "resolve_target"]
+__all__ = ["AITER_REMEDY", "AITER_VARIABLE", "aiter_is_on", "detect_target", "resolve_target"]
 
+AITER_VARIABLE = "SGLANG_USE_AITER"
+AITER_REMEDY = f"export {AITER_VARIABLE}=1 before the server starts: sglang reads it once, at import"
 _GFX = ("gfx950", "gfx942")
 _SM = {9: "sm90", 10: "sm100"}
 
@@ -37,6 +42,15 @@ def detect_target() -> str | None:
     if torch.version.hip is not None:
         return next((name for name in _GFX if _describe().startswith(name)), None)
     return _SM.get(torch.cuda.get_device_capability()[0])
+
+
+def aiter_is_on(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether sglang takes aiter's kernels: what SGLANG_USE_AITER says on ROCm.
+
+    True on other machines: there a ROCm target is named to see what its gates choose, aiter's kernels included.
+    """
+    # the spellings that sglang's get_bool_env_var takes for true
+    return torch.version.hip is None or environment.get(AITER_VARIABLE, "").lower() in ("1", "true")
 
 
 def _describe() -> str:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from weightprep.engines.sglang.hardware import AITER_REMEDY, AITER_VARIABLE, aiter_is_on
 from weightprep.engines.sglang.metrics import export_layers
 from weightprep.engines.sglang.modules import is_nextn_draft
 from weightprep.engines.sglang.prepare import Preparation
@@ -60,6 +61,8 @@ def log_report(model: Any, preparation: Preparation, version: str, reports: tupl
     name, target, recipe = type(model).__name__, preparation.target, preparation.plan.recipe.name
     title = f"weightprep: {name} on {target}, sglang {version}, recipe {recipe}"
     logger.info("\n".join([title, *_table(preparation, reports)]))
+    if not aiter_is_on():
+        logger.warning("weightprep: %s is off, and with it every kernel of aiter's: %s", AITER_VARIABLE, AITER_REMEDY)
     export_layers({path: sum(report.path == path for report in reports) for path in {r.path for r in reports}})
     destination = os.environ.get(REPORT_VARIABLE)
     if destination:

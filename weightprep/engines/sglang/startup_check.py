@@ -14,6 +14,7 @@ import torch
 
 from weightprep.contracts import Place, Prediction, Violation, predict, raise_violations
 from weightprep.engines.sglang.canary import Sample, run_canary
+from weightprep.engines.sglang.hardware import aiter_is_on
 from weightprep.engines.sglang.kernels import server_kernels
 from weightprep.engines.sglang.modules import LiveModule, kept_attentions, live_modules
 from weightprep.engines.sglang.prepare import Preparation
@@ -86,7 +87,10 @@ def _run_canary(layers: list[tuple[LiveModule, Prediction]], preparation: Prepar
 
 def _attributes(owner: Any) -> dict[str, str]:
     """What the gates compare, of a live attention."""
-    found = {"w_scale": "tensor" if isinstance(owner.w_scale, torch.Tensor) else "float"}
+    found = {
+        "w_scale": "tensor" if isinstance(owner.w_scale, torch.Tensor) else "float",
+        "aiter": "on" if aiter_is_on() else "off",
+    }
     for name in ("w_kc", "w_vc", "w_scale_k", "w_scale_v"):
         value = getattr(owner, name, None)
         if isinstance(value, torch.Tensor):
