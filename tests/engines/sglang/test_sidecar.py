@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hf_cache import COMMIT, into_cache
+from huggingface_hub import constants
 from typer.testing import CliRunner
 
 from weightprep.cli import app
@@ -81,16 +83,40 @@ def test_a_hub_ids_snapshot_has_its_sidecar(model: Path, tmp_path: Path, revisio
         assert made.sidecar.stale([MODULE]) == []
 
 
-def test_a_named_sidecar_of_a_model_that_is_not_here_is_refused(model: Path, tmp_path: Path) -> None:
+def test_without_a_snapshot_in_the_download_dir_the_hubs_own_cache_counts(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for sglang, which then downloads nothing; and a snapshot with no weights is one that is not there yet."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    config_alone = tmp_path / "config_alone"
+    config_alone.mkdir()
+    shutil.copy(model / "config.json", config_alone)
+    into_cache(config_alone, tmp_path / "downloads")
+    snapshot = into_cache(model, tmp_path / "hub")
+    made = preparation(snapshot)
+    with made.reading("org/name", None, str(tmp_path / "downloads")):
+        assert made.sidecar is not None
+        assert made.sidecar.model == snapshot
+
+
+@pytest.mark.parametrize("revision", [None, "v2"])
+@pytest.mark.parametrize("has_download_dir", [False, True])
+def test_a_named_sidecar_of_a_model_that_is_not_here_is_refused(
+    has_download_dir: bool, revision: str | None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the command that fills the cache that sglang would fill."""
+    downloads, hub = str(tmp_path / "downloads"), str(tmp_path / "hub")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", hub)
     made = preparation(model, sidecar=str((model / MANIFEST).parent))
-    with (
-        pytest.raises(EngineError, match=r"(?s)sidecar.*org/name.*hf download org/name"),
-        made.reading("org/name", None, str(tmp_path / "hub")),
-    ):
+    place = downloads if has_download_dir else None
+    with pytest.raises(EngineError) as refused, made.reading("org/name", revision, place):
         pass
+    at = "" if revision is None else " --revision v2"
+    assert f"`hf download org/name{at} --cache-dir {place or hub}`" in refused.value.remedy
+    assert refused.value.found.endswith(f"in {downloads} or {hub}" if has_download_dir else f"in {hub}")
     # nobody asked for one
     made = preparation(model)
-    with made.reading("org/name", None, str(tmp_path / "hub")):
+    with made.reading("org/name", revision, place):
         assert made.sidecar is None
 
 

@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants
 
 from weightprep.checkpoint.hub_source import locate_cached
 from weightprep.engines.sglang.agreement import agree_on_maxima
@@ -71,13 +73,17 @@ class Preparation:
         :param cache_dir: sglang's --download-dir
         :raises EngineError: as `open_sidecar`, or a sidecar is named for a model that has no directory here
         """
-        folder, asked = locate_cached(model, revision, cache_dir), self.options.sidecar
+        asked = self.options.sidecar
+        # in sglang's order: --download-dir, then where HF_HOME and HF_HUB_CACHE say
+        places = [place for place in (cache_dir, constants.HF_HUB_CACHE) if place]
+        folder = _folder_of(model, revision, places)
         if folder is None and asked not in ("auto", "off"):
+            at = f" --revision {revision}" if revision else ""
             raise EngineError(
                 f'--model-loader-extra-config: {{"sidecar": {asked!r}}} for {model}',
-                found="neither a directory of that name nor a snapshot in the Hugging Face cache",
+                found=f"neither a directory of that name nor a snapshot with weights in {' or '.join(places)}",
                 wanted="the model's files on this machine, which a sidecar is checked against",
-                remedy=f"run `hf download {model}` first, or serve a local directory",
+                remedy=f"run `hf download {model}{at} --cache-dir {places[0]}` first, or serve a local directory",
             )
         self.sidecar = None if folder is None else open_sidecar(folder, self.options, self.plan)
         try:
@@ -208,6 +214,14 @@ def around_post_load_weights(original: Callable[..., None], model: Any, *args: A
         return
     vars(model)[_STATE] = preparation
     preparation.run(model, lambda: original(model, *args, **kwargs))
+
+
+def _folder_of(model: str, revision: str | None, caches: list[str]) -> Path | None:
+    """The directory `model`, or the first snapshot of it with weights: configs are cached before weights are."""
+    if Path(model).is_dir():
+        return Path(model)
+    folders = (locate_cached(model, revision, cache) for cache in caches)
+    return next((folder for folder in folders if folder is not None and any(folder.glob("*.safetensors"))), None)
 
 
 def _quantization(model: Any) -> str | None:
