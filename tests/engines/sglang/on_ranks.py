@@ -33,6 +33,17 @@ def _load(state: Any, path: Path, load_format: str, extra: dict[str, Any] | None
         return live_sglang.load(args, load_format, extra, draft)
 
 
+def load_beside_another_runtime(state: Any, path: Path, loaded: str, asked: str) -> None:
+    """A load with runtime `asked` in a process that has a model with runtime `loaded`."""
+    from weightprep.engines.sglang import runtime_hooks
+
+    runtime_hooks._runtime = loaded
+    try:
+        _load(state, path, "weightprep", GFX950 | {"runtime": asked}, draft=False)
+    finally:
+        runtime_hooks._runtime = None
+
+
 def load_draft_as_asked(state: Any, path: Path, draft_format: str | None) -> dict[int, Absorbed]:
     """The NextN draft of a server with --load-format weightprep, by sglang's own rule for a draft's load format.
 

@@ -38,6 +38,7 @@ def main() -> None:
                 "draft": draft.speculative_draft_load_format,
                 "chosen": _loader(args.load_format, args.model_loader_extra_config),
                 "plain": _loader("auto", "{}"),
+                "unknown key": _loader(args.load_format, '{"target": "gfx950", "nonsense": 1}'),
                 "modelopt": _loader(args.load_format, args.model_loader_extra_config, "modelopt_fp8"),
                 "remote": _refusal([*flags, "--load-format", "weightprep", "--model-path", "s3://bucket/model"]),
                 "ray": _refusal([*flags, "--load-format", "weightprep", "--use-ray"]),

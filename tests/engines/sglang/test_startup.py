@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -106,15 +107,35 @@ def test_layers_without_a_violation_have_their_canary(
         ({"precison": "fp8"}, "EngineError: --model-loader-extra-config: precison: .* wanted 'precision', perhaps"),
         ({"on_violations": "warn"}, "wanted 'on_violation', perhaps"),
         ({"target": "gfx90a"}, "EngineError: --model-loader-extra-config: target: found 'gfx90a'"),
-        ({"nonsense": 1}, "ValueError: Unexpected extra config keys .*'nonsense'"),
+        (
+            {"nonsense": 1},
+            "EngineError: --model-loader-extra-config: nonsense: found no key of weightprep, and the inner loader's "
+            "answer: Unexpected extra config keys .*'nonsense'.* loader for 'auto'.*\n  -> weightprep's keys are ",
+        ),
+        (
+            {"nonsense": 1, "inner": "sharded_state"},
+            "EngineError: --model-loader-extra-config: nonsense: .*'nonsense'.* loader for 'sharded_state'",
+        ),
         ({"inner": "gguf"}, "EngineError: inner load format 'gguf'"),
         ({"precision": "int3"}, "RecipeError: precision int3"),
     ],
-    ids=["misspelt", "plural", "value", "inner's", "format", "precision"],
+    ids=["misspelt", "plural", "value", "inner's", "sharded's", "format", "precision"],
 )
 def test_keys(extra: dict[str, Any], message: str, tp1: Ranks, glm: Path) -> None:
     with pytest.raises(RankFailed, match=message):
         tp1.run(on_ranks.load, glm, extra=on_ranks.GFX950 | extra)
+
+
+def test_another_runtime_than_the_processs_is_refused_before_weights_are_read(
+    tp1: Ranks, glm: Path, tmp_path: Path
+) -> None:
+    """Before: there are no weights to read."""
+    model = tmp_path / "model"
+    shutil.copytree(glm, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(RankFailed, match=r"EngineError: runtime 'torch': found .* loaded with runtime 'triton'"):
+        tp1.run(on_ranks.load_beside_another_runtime, model, "triton", "torch")
+    with pytest.raises(RankFailed, match="Cannot find any model weights"):
+        tp1.run(on_ranks.load_beside_another_runtime, model, "torch", "torch")
 
 
 def test_keys_of_the_inner_loader_reach_it(tp1: Ranks, glm: Path) -> None:

@@ -52,6 +52,8 @@ def test_route_reaches_our_loader(version: str, routes: dict[str, dict[str, Any]
     assert (route["asked"], route["draft"]) == ("weightprep", "weightprep")
     assert route["chosen"] == "WeightprepLoader"
     assert route["plain"] == "DefaultModelLoader"
+    assert route["unknown key"].startswith("EngineError: --model-loader-extra-config: nonsense: found no key of ")
+    assert "weightprep's keys are canary, " in route["unknown key"]
 
 
 @pytest.mark.parametrize("version", RELEASES)

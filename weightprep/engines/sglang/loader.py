@@ -20,10 +20,10 @@ from weightprep.engines.sglang.compressor_check import start_compressors
 from weightprep.engines.sglang.guard import ensure_hook
 from weightprep.engines.sglang.hardware import resolve_target
 from weightprep.engines.sglang.lora import server_arguments, warn_if_lora_is_ignored
-from weightprep.engines.sglang.options import Options, split_options
+from weightprep.engines.sglang.options import Options, explaining_inner_keys, split_options
 from weightprep.engines.sglang.prepare import Preparation, around_post_load_weights, preparation_of, preparing
 from weightprep.engines.sglang.report import check_destination
-from weightprep.engines.sglang.runtime_hooks import register_runtime_hooks
+from weightprep.engines.sglang.runtime_hooks import refuse_other_runtime, register_runtime_hooks
 from weightprep.engines.sglang.scale_check import check_scales
 from weightprep.engines.sglang.startup_check import check_startup
 from weightprep.engines.sglang.updates import follow_updates
@@ -51,7 +51,8 @@ class WeightprepLoader(DefaultModelLoader):  # type: ignore[misc]  # sglang has 
         load_config.load_format = _inner_format(self.options.inner)
         self._source: tuple[str, str | None] | None = None
         if self.options.inner in _OWN:
-            super().__init__(load_config)
+            with explaining_inner_keys(rest, self.options.inner):
+                super().__init__(load_config)
         else:
             BaseModelLoader.__init__(self, load_config)
         ensure_hook(POST_LOAD_WEIGHTS, around_post_load_weights)
@@ -61,10 +62,12 @@ class WeightprepLoader(DefaultModelLoader):  # type: ignore[misc]  # sglang has 
         """Load and prepare a model.
 
         :raises WeightprepError: nothing is known to prepare in this model, a contract is broken and on_violation is
-            error, or WEIGHTPREP_REPORT cannot be written
+            error; and before anything is read, WEIGHTPREP_REPORT cannot be written, or the process has another runtime
         """
         check_destination()
         preparation = _plan(self.options, model_config)
+        if preparation.plan.modules:
+            refuse_other_runtime(self.options.runtime)
         with ExitStack() as stack:
             stack.enter_context(preparing(preparation))
             if self.options.inner != "dummy":
@@ -73,7 +76,8 @@ class WeightprepLoader(DefaultModelLoader):  # type: ignore[misc]  # sglang has 
             if self.options.inner in _OWN:
                 model = super().load_model(model_config=model_config, device_config=device_config)
             else:
-                inner = get_model_loader(self.load_config, model_config)
+                with explaining_inner_keys(self.load_config.model_loader_extra_config, self.options.inner):
+                    inner = get_model_loader(self.load_config, model_config)
                 model = inner.load_model(model_config=model_config, device_config=device_config)
         check_scales(self.options.runtime)
         if preparation.plan.modules:

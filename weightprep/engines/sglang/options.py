@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
@@ -16,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from weightprep.contracts import name_targets
 from weightprep.errors import EngineError
 
-__all__ = ["TARGET_VARIABLE", "Options", "split_options"]
+__all__ = ["TARGET_VARIABLE", "Options", "explaining_inner_keys", "split_options"]
 
 TARGET_VARIABLE = "WEIGHTPREP_TARGET"
 # Keys of sglang's own loaders, so that none of them is taken for a misspelt key of ours.
@@ -65,6 +66,9 @@ class Options(BaseModel):
         return {True: "auto", False: "off"}[value] if isinstance(value, bool) else value
 
 
+_OUR_KEYS = f"weightprep's keys are {', '.join(sorted(Options.model_fields))}"
+
+
 def split_options(extra: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]:
     """Our options, and the keys that are left for the inner loader.
 
@@ -79,7 +83,7 @@ def split_options(extra: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]:
                 f"--model-loader-extra-config: {key}",
                 found="an unknown key",
                 wanted=f"{likely[0]!r}, perhaps",
-                remedy=f"weightprep's keys are {', '.join(sorted(Options.model_fields))}",
+                remedy=_OUR_KEYS,
             )
     variable = os.environ.get(TARGET_VARIABLE)
     if variable and "target" not in ours:
@@ -92,3 +96,22 @@ def split_options(extra: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]:
         where = TARGET_VARIABLE if key == "target" and "target" not in extra else f"--model-loader-extra-config: {key}"
         remedy = f"name the architecture: {name_targets()}" if key == "target" else "correct the value"
         raise EngineError(where, found=repr(first["input"]), wanted=first["msg"], remedy=remedy) from None
+
+
+@contextmanager
+def explaining_inner_keys(rest: Mapping[str, Any], inner: str) -> Iterator[None]:
+    """While the loader of load format `inner` is built with the keys `rest`.
+
+    :raises EngineError: it refuses them
+    """
+    try:
+        yield
+    except ValueError as error:
+        if not rest:
+            raise
+        raise EngineError(
+            f"--model-loader-extra-config: {', '.join(sorted(rest))}",
+            found=f"no key of weightprep, and the inner loader's answer: {error}",
+            wanted=f"keys of weightprep, or of sglang's loader for {inner!r}, which gets all others",
+            remedy=_OUR_KEYS,
+        ) from error

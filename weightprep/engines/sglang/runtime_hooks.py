@@ -36,7 +36,7 @@ from weightprep.runtime.absorb import absorb_into, absorb_q, absorb_v
 from weightprep.runtime.choice import Backend, OutQuant, Quantized
 from weightprep.runtime.scale_layout import GroupScaleLayout
 
-__all__ = ["RuntimeHook", "register_runtime_hooks", "runtime_hooks"]
+__all__ = ["RuntimeHook", "refuse_other_runtime", "register_runtime_hooks", "runtime_hooks"]
 
 _METHODS = "sglang.srt.models.deepseek_common.attention_forward_methods"
 _ROCM = f"{_METHODS}.forward_mla_rocm"
@@ -82,6 +82,20 @@ def runtime_hooks(root: Path, *, hip: bool) -> tuple[RuntimeHook, ...]:
     return tuple(RuntimeHook(target, around) for target, around in names if resolves(root, target))
 
 
+def refuse_other_runtime(runtime: str) -> None:
+    """Asked before a load, because it takes no weights to know.
+
+    :raises EngineError: a model of this process was loaded with another runtime
+    """
+    if _runtime not in (None, runtime):
+        raise EngineError(
+            f"runtime '{runtime}'",
+            found=f"a model that this process loaded with runtime '{_runtime}', and hooks that all its models share",
+            wanted="one runtime in a process",
+            remedy=f"load this model with runtime '{_runtime}', or in a process of its own",
+        )
+
+
 def register_runtime_hooks(runtime: str) -> tuple[RuntimeHook, ...]:
     """Hook the running sglang and return what was hooked. Calling it again changes nothing.
 
@@ -92,13 +106,7 @@ def register_runtime_hooks(runtime: str) -> tuple[RuntimeHook, ...]:
     root = installed_root()
     if root is None or not torch.cuda.is_available():
         return ()
-    if _runtime not in (None, runtime):
-        raise EngineError(
-            f"runtime '{runtime}'",
-            found=f"a model that this process loaded with runtime '{_runtime}', and hooks that all its models share",
-            wanted="one runtime in a process",
-            remedy=f"load this model with runtime '{_runtime}', or in a process of its own",
-        )
+    refuse_other_runtime(runtime)
     _runtime = runtime
     if runtime == "upstream":
         return ()
