@@ -48,11 +48,17 @@ def reference(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return hashes(destination)
 
 
+# What went on although it should have been given up: an error in a thread may be hidden by the one that is awaited.
+outlasted: list[str] = []
+
+
 @pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
+def nothing_is_left_at_work() -> Iterator[None]:
     before = set(threading.enumerate())
+    outlasted.clear()
     yield
     assert set(threading.enumerate()) <= before
+    assert outlasted == []
 
 
 def planned(source: Path, destination: Path, workers: int, **changes: object) -> ConversionPlan:
@@ -143,7 +149,7 @@ def until_given_up(deadline: float) -> Iterator[np.ndarray]:
     while time.monotonic() < deadline:
         time.sleep(0.001)
         yield np.empty(0, dtype=np.uint8)
-    raise AssertionError("nothing stopped this module")
+    outlasted.append("a module")
 
 
 Write = Callable[[str, Iterable[np.ndarray]], None]
@@ -156,7 +162,14 @@ def test_an_error_in_the_copy_ends_modules_that_are_at_work(
 
     def endless(job: object, dims: object, file: str, write: Write) -> None:
         at_work.wait()
-        write(job.outputs["weight"].name, until_given_up(time.monotonic() + PATIENCE_SECONDS))  # type: ignore[attr-defined]
+        try:
+            write(job.outputs["weight"].name, until_given_up(time.monotonic() + PATIENCE_SECONDS))  # type: ignore[attr-defined]
+        finally:
+            # a slice takes a while; what it writes into must not be closed, and its number another file's, by then
+            time.sleep(0.2)
+            writer = write.__self__  # type: ignore[attr-defined]
+            if writer._fd < 0:
+                outlasted.append("a module its writer")
 
     def broken(*_: int) -> int:
         at_work.wait()
@@ -183,7 +196,8 @@ def test_an_error_in_one_module_ends_the_others_and_the_copy(
 
     def module(job: object, dims: object, file: str, write: Write) -> None:
         number = next(numbers)
-        assert number < 2, "a module was begun after the failure"
+        if number > 1:
+            outlasted.append("a module that had not begun")
         at_work.wait()
         if number == 1:
             raise OSError(errno.EIO, os.strerror(errno.EIO), "weights")
@@ -193,8 +207,10 @@ def test_an_error_in_one_module_ends_the_others_and_the_copy(
         step = next(steps)
         if step == 0:
             at_work.wait()
-        assert step < PATIENCE_SECONDS / 0.001, "nothing stopped the copy"
         time.sleep(0.001)
+        if step > PATIENCE_SECONDS / 0.001:
+            outlasted.append("the copy")
+            raise OSError
         return real(source, target, source_offset, target_offset, 1)
 
     with monkeypatch.context() as patch:
@@ -247,7 +263,8 @@ def test_an_interrupt_while_files_are_handed_out(tmp_path: Path) -> None:
 
     class Late(Unwatched):
         def begin(self, file: str, nbytes: int) -> None:
-            assert runner._stop.wait(PATIENCE_SECONDS), "the interrupt never came to the files at work"
+            if not runner._stop.wait(PATIENCE_SECONDS):
+                outlasted.append(file)
 
     class Interrupted(Sequence[ShardJob]):
         def __len__(self) -> int:
