@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -196,6 +197,96 @@ def test_what_is_incomplete_or_wrong_is_not_finished(checkpoint, tmp_path):
             writer.write("f32", torch.zeros(5))
         with pytest.raises(CheckpointError, match="'t0' first"):
             writer.finish()
+
+
+def slices_of(data: bytes, *lengths: int):
+    view = np.frombuffer(data, dtype=np.uint8)
+    stops = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    return (view[stop - length : stop] for stop, length in zip(stops, lengths, strict=True))
+
+
+def test_slices_are_the_tensor_between_its_neighbours(checkpoint, tmp_path):
+    """Empty slices and one of a single byte; they are counted, and those after them land behind them."""
+    refs, seen = checkpoint.tensors, []
+    data = bytes(range(11))
+    with ShardWriter(
+        tmp_path / "copy", [refs[name].info for name in ("t0", "bytes", "f32")], {}, on_bytes=seen.append
+    ) as writer:
+        writer.write_slices("bytes", slices_of(data, 0, 4, 1, 0, 6))
+        writer.copy([refs["t0"], refs["f32"]])
+        writer.finish()
+    source, result = load_file(checkpoint.root / "model.safetensors"), load_file(tmp_path / "copy")
+    assert bytes(result["bytes"].numpy()) == data
+    assert torch.equal(result["t0"], source["t0"])
+    assert torch.equal(result["f32"], source["f32"])
+    assert sum(seen) == sum(refs[name].nbytes for name in ("t0", "bytes", "f32"))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "found"),
+    [((5, 5), "10 bytes for 'bytes'"), ((), "0 bytes for 'bytes'"), ((5, 6, 1), "more than 11 bytes for 'bytes'")],
+    ids=["too short", "none", "too long"],
+)
+def test_slices_of_another_length_are_refused(checkpoint, tmp_path, lengths, found):
+    """What is too long is refused before it reaches the tensor behind it, and neither counts as written."""
+    refs = checkpoint.tensors
+    with ShardWriter(tmp_path / "copy", [refs["bytes"].info, refs["f32"].info], {}) as writer:
+        writer.copy([refs["f32"]])
+        with pytest.raises(CheckpointError, match=found):
+            writer.write_slices("bytes", slices_of(bytes(range(100, 112)), *lengths))
+        with pytest.raises(CheckpointError, match=r"1 tensor.*'bytes' first"):
+            writer.finish()
+        writer.write_slices("bytes", slices_of(bytes(11), 11))
+        writer.finish()
+    source, result = load_file(checkpoint.root / "model.safetensors"), load_file(tmp_path / "copy")
+    assert not result["bytes"].any()
+    assert torch.equal(result["f32"], source["f32"])
+
+
+def test_slices_of_a_name_that_is_not_planned_or_was_written(checkpoint, tmp_path):
+    def never():
+        raise AssertionError("asked for slices that have no place")
+        yield
+
+    with ShardWriter(tmp_path / "copy", [checkpoint.tensors["bytes"].info], {}) as writer:
+        with pytest.raises(CheckpointError, match="'t1' not planned"):
+            writer.write_slices("t1", never())
+        writer.write_slices("bytes", slices_of(bytes(11), 11))
+        for again in (writer.write_slices, lambda name, _: writer.copy([checkpoint.tensors[name]])):
+            with pytest.raises(CheckpointError, match="'bytes' written twice"):
+                again("bytes", never())
+
+
+def test_slices_that_end_in_an_error_are_not_written(checkpoint, tmp_path):
+    def broken():
+        yield np.zeros(11, dtype=np.uint8)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with ShardWriter(tmp_path / "copy", [checkpoint.tensors["bytes"].info], {}) as writer:
+        with pytest.raises(OSError, match="Input/output"):
+            writer.write_slices("bytes", broken())
+        with pytest.raises(CheckpointError, match="1 tensor"):
+            writer.finish()
+
+
+def test_a_full_disk_under_slices_is_a_clear_error(checkpoint, tmp_path, monkeypatch):
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with ShardWriter(tmp_path / "copy", [checkpoint.tensors["bytes"].info], {}) as writer:
+        monkeypatch.setattr(os, "pwrite", full)
+        with pytest.raises(CheckpointError, match="No space left") as caught:
+            writer.write_slices("bytes", slices_of(bytes(11), 11))
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_a_write_that_takes_only_a_part_goes_on(checkpoint, tmp_path, monkeypatch):
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[:3], offset))
+    with ShardWriter(tmp_path / "copy", [checkpoint.tensors["bytes"].info], {}) as writer:
+        writer.write_slices("bytes", slices_of(bytes(range(11)), 7, 4))
+        writer.finish()
+    assert bytes(load_file(tmp_path / "copy")["bytes"].numpy()) == bytes(range(11))
 
 
 def test_an_existing_file_is_never_overwritten(checkpoint, tmp_path):

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -104,6 +105,45 @@ def test_same_as_the_steps_at_every_magnitude(job: ModuleJob, exponent: int, see
     codes = np.where(codes & 0x7FFF > LARGEST_FINITE, codes & 0x8000 | LARGEST_FINITE, codes)
     changed = with_source(job, codes)
     assert by_table(changed) == by_steps(changed)
+
+
+def test_figures_are_those_of_numpy(job: ModuleJob) -> None:
+    """Head by head in float64, with the e4m3fn of ml_dtypes; the second of the eight heads is 2^-12 of the others."""
+    rows, cols = job.source.encoded.rows, job.source.encoded.cols
+    values = np.random.default_rng(3).standard_normal((8, rows // 8, cols))
+    values[1] *= 2.0**-12
+    codes = bf16(values).reshape(-1)
+    weight = (codes.astype(np.uint32) << 16).view(np.float32).reshape(8, -1)
+    outcome = by_table(with_source(job, codes))
+    assert not isinstance(outcome, str)
+    quality = outcome[1].quality
+
+    # scale and product are each rounded to float32 by the conversion; the figures have four digits
+    m = np.float32(1) / np.abs(weight).max() * np.float32(448)
+    stored = (weight * m).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * (np.float32(1) / m)
+    signal = np.square(weight, dtype=np.float64).sum(axis=1)
+    noise = np.square(stored - weight, dtype=np.float64).sum(axis=1)
+    db = 10 * np.log10(signal / noise)
+    assert db.argmin() == 1
+    assert quality.worst_head_sqnr_db == pytest.approx(db.min(), rel=1e-3)
+    assert quality.sqnr_db == pytest.approx(10 * np.log10(signal.sum() / noise.sum()), rel=1e-3)
+    assert quality.relative_error == pytest.approx(np.sqrt(noise.sum() / signal.sum()), rel=1e-3)
+    assert quality.max_error == pytest.approx(np.abs(stored - weight).max(), rel=1e-6)
+    assert quality.amax == np.abs(weight).max()
+    amax = np.abs(weight).max(axis=1)
+    assert quality.head_amax_ratio == pytest.approx(amax.max() / amax.min(), rel=1e-3)
+
+
+def test_rows_that_only_divide_are_no_heads(job: ModuleJob) -> None:
+    """Of a module that is never split its eighths are not heads, so none of them is judged or compared."""
+    unsplit = dataclasses.replace(job, plan=dataclasses.replace(job.plan, load=()))
+    changed = with_source(unsplit, WEIGHTS["an empty head"])
+    outcome = by_table(changed)
+    assert outcome == by_steps(changed)
+    assert not isinstance(outcome, str)
+    quality = outcome[1].quality
+    assert (quality.worst_head_sqnr_db, quality.head_amax_ratio) == (None, None)
+    assert quality.sqnr_db is not None
 
 
 def test_refuses_what_the_steps_refuse(job: ModuleJob) -> None:
