@@ -227,14 +227,32 @@ def update_from_distributed(
     return live_sglang.absorbed(model)
 
 
-def copy_behind_everybodys_back(state: Any, key: tuple[str, str, bool], layer: int) -> tuple[list[str], list[str]]:
-    """The modules that are stale before and after kv_b_proj of `layer` is changed in place."""
+def absorbed_now(state: Any, key: tuple[str, str, bool]) -> dict[int, Absorbed]:
+    """What a model that `load` kept has bound."""
+    return live_sglang.absorbed(state.models[key])
+
+
+def largest_in_kv_b(state: Any, key: tuple[str, str, bool], layer: int) -> float:
+    """Of this rank's rows."""
+    return float(live_sglang.attentions(state.models[key])[layer].kv_b_proj.weight.abs().max())
+
+
+def stale(state: Any, key: tuple[str, str, bool]) -> list[str]:
+    """The stale modules of a model that `load` kept."""
     from weightprep.engines.sglang.prepare import preparation_of
 
     ((holder, preparation),) = preparation_of(state.models[key])
-    before = preparation.stale(holder)
-    live_sglang.attentions(state.models[key])[layer].kv_b_proj.weight.data.mul_(2)
-    return before, preparation.stale(holder)
+    return preparation.stale(holder)
+
+
+def copy_behind_everybodys_back(
+    state: Any, key: tuple[str, str, bool], layer: int, factor: float, rank: int
+) -> tuple[list[str], list[str]]:
+    """The modules that are stale before and after kv_b_proj of `layer` is multiplied in place on one rank."""
+    before = stale(state, key)
+    if state.rank == rank:
+        live_sglang.attentions(state.models[key])[layer].kv_b_proj.weight.data.mul_(factor)
+    return before, stale(state, key)
 
 
 def report(

@@ -12,12 +12,11 @@ import sys
 from importlib import metadata
 from typing import Any
 
-import torch
+from releases import prepare_import
 
 
 def main() -> None:
-    torch.cuda.get_device_capability = lambda *args, **kwargs: (9, 0)
-    _tolerate_registered_configs()
+    prepare_import()
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -77,14 +76,6 @@ def _place() -> str:
     import sglang
 
     return str(sglang.__path__[0])
-
-
-def _tolerate_registered_configs() -> None:
-    """Older releases register model types that a newer transformers has by itself."""
-    from transformers.models.auto.configuration_auto import _LazyConfigMapping
-
-    register = _LazyConfigMapping.register
-    _LazyConfigMapping.register = lambda self, key, value, exist_ok=False: register(self, key, value, exist_ok=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import on_ranks
 import pytest
 import torch
 from live_sglang import Absorbed
-from ranks import Ranks
+from ranks import RankFailed, Ranks
+from safetensors.torch import load_file, save_file
 from test_prepare import assert_same_bits
 from tiny_models import LAYERS, scale_kv_b
 
@@ -78,11 +80,65 @@ def test_from_disk_in_another_load_format(tp1: Ranks, glm: Path, other: Path, wa
     assert_followed(after, before, wanted, ALL)
 
 
-def test_a_silent_copy_is_detected(tp1: Ranks, glm: Path) -> None:
-    tp1.run(on_ranks.load, glm)
-    before, after = tp1.run(on_ranks.copy_behind_everybodys_back, (str(glm), "weightprep", False), 1)[0]
-    assert before == []
-    assert after == ["model.layers.1.self_attn.kv_b_proj"]
+@pytest.mark.parametrize("draft", [False, True], ids=["decoder", "nextn"])
+@pytest.mark.parametrize("is_sidecar", [False, True], ids=["online", "sidecar"])
+def test_a_silent_copy_on_one_rank_is_detected(
+    is_sidecar: bool, draft: bool, tp2: Ranks, glm: Path, tmp_path: Path, sidecar_of: Callable[[Path, Path], Path]
+) -> None:
+    """On all ranks where it changes the scale that they share, else on the one that holds the rows."""
+    layer = LAYERS if draft else 1
+    model = sidecar_of(glm, tmp_path / "model") if is_sidecar else glm
+    for factor, on_both in ((4.0, True), (0.25, False)):
+        tp2.run(on_ranks.load, model, draft=draft)
+        key = (str(model), "weightprep", draft)
+        # the rank that does not hold the largest value keeps the scale when its rows become smaller
+        amax = tp2.run(on_ranks.largest_in_kv_b, key, layer)
+        rank = amax.index(min(amax))
+        found = tp2.run(on_ranks.copy_behind_everybodys_back, key, layer, factor, rank)
+        assert [before for before, _ in found] == [[], []]
+        stale = [f"model.layers.{layer}.self_attn.kv_b_proj"]
+        assert [after for _, after in found] == [stale if on_both or other == rank else [] for other in range(2)]
+
+
+@pytest.mark.parametrize("draft", [False, True], ids=["decoder", "nextn"])
+def test_an_update_of_the_base_of_a_sidecar_is_refused_and_detected(
+    draft: bool, tp2: Ranks, glm: Path, tmp_path: Path, sidecar_of: Callable[[Path, Path], Path]
+) -> None:
+    """What is bound stays what it was, and the layer whose base changed on disk is named on both ranks."""
+    layer = LAYERS if draft else 1
+    model = sidecar_of(glm, tmp_path / "model")
+    before = tp2.run(on_ranks.load, model, draft=draft)
+    key = (str(model), "weightprep", draft)
+    other = scale_kv_b(glm, tmp_path / "other", 2.0, only=(layer,))
+    # not into the file, which is linked to the one that was converted
+    (other / "model.safetensors").replace(model / "model.safetensors")
+    with pytest.raises(RankFailed) as refused:
+        tp2.run(on_ranks.update_from_disk, key, model)
+    module = f"model.layers.{layer}.self_attn.kv_b_proj"
+    assert f"1 module(s) converted from other weights, first: {module}" in str(refused.value)
+    for after, kept in zip(tp2.run(on_ranks.absorbed_now, key), before, strict=True):
+        assert_followed(after, kept, kept, ())
+    assert tp2.run(on_ranks.stale, key) == [[module], [module]]
+
+
+def test_an_update_of_some_layers_leaves_the_others_their_sidecar(
+    tp2: Ranks, glm: Path, other: Path, tmp_path: Path, sidecar_of: Callable[[Path, Path], Path]
+) -> None:
+    model = sidecar_of(glm, tmp_path / "model")
+    before, fresh = tp2.run(on_ranks.load, model), tp2.run(on_ranks.load, other)
+    key = (str(model), "weightprep", False)
+    name = "model.layers.1.self_attn.kv_b_proj"
+    some = tmp_path / "some"
+    shutil.copytree(other, some)
+    tensor = load_file(other / "model.safetensors")[f"{name}.weight"]
+    save_file({f"{name}.weight": tensor}, some / "model.safetensors", metadata={"format": "pt"})
+    updates = tp2.run(on_ranks.update_from_disk, key, some)
+    for (done, message, after), kept, wanted in zip(updates, before, fresh, strict=True):
+        assert done, message
+        assert_followed(after, kept, wanted, (1,))
+    assert tp2.run(on_ranks.stale, key) == [[], []]
+    for origins in tp2.run(on_ranks.origins, key):
+        assert {module for module, origin in origins.items() if origin == "online bf16"} == {name}
 
 
 def test_disk_update_with_the_plans_options(tp1: Ranks, glm: Path, other: Path) -> None:
