@@ -34,8 +34,8 @@ __all__ = [
     "resolves",
 ]
 
-OLDEST = Version("0.5.12")
 KNOWN = tuple(Version(text) for text in READ_RELEASES)
+OLDEST = KNOWN[0]
 
 _LOADER = "sglang.srt.model_loader.loader"
 VERIFY_LOAD_FORMAT = "sglang.srt.configs.load_config.LoadConfig._verify_load_format"
