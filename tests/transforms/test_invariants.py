@@ -21,7 +21,7 @@ from weightprep.transforms import Bundle, StepContext, measure_amax, run_steps
 
 RECIPES = [recipe for recipe in list_recipes() if recipe.modules]
 PRECISIONS = ("fp8", "mxfp4", "bf16", "bf16+fp8")
-PLACE = Place(0, "decoder", "self_attn", "path", "cpu")
+PLACE = Place(0, "decoder", "self_attn", "path", "cpu", consequence="", cause="", remedy="")
 
 
 def plan_for(name: str, precision: str, dims: Mapping[str, int]) -> tuple[ModelPlan, ModulePlan]:

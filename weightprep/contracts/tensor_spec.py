@@ -17,16 +17,19 @@ __all__ = ["Place", "TensorSpec"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor stands and what depends on it: the parts of a Violation that the tensor itself cannot tell."""
+    """Where a tensor stands and what depends on it: the parts of a Violation that the tensor itself cannot tell.
+
+    :param consequence: what happens with a tensor of another form
+    """
 
     layer: int
     group: str
     tensor: str
     path: str
     target: str
-    consequence: str = "the gate misses and the slow path runs"
-    cause: str = "the tensor was not prepared"
-    remedy: str = "add the layer to the recipe, or run with on_violation=warn"
+    consequence: str
+    cause: str
+    remedy: str
 
 
 @dataclass(frozen=True, slots=True)
