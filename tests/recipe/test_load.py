@@ -103,6 +103,7 @@ def test_a_users_directory_comes_first(tmp_path: Path, monkeypatch: pytest.Monke
         ("on: [decoder, nextn]", "on: [decoder, encoder]", r"modules\.kv_b\.on: found encoder"),
         ("on: [decoder, nextn]", "on: []", r"modules\.kv_b\.on"),
         ("ensures: fp8_absorbed", "ensures: fp9", r"modules\.kv_b\.ensures: found fp9"),
+        ("nope: qk_nope_head_dim", "qk_nope: qk_nope_head_dim", r"kv_b: step split_kv_b: found no nope under `dims`"),
         ("shape: [heads, nope, rank]", "shape: [heads, ropes, rank]", "the name 'ropes'"),
         ("shape: [heads, nope, rank]", "shape: [heads, nope ** 9, rank]", r"wanted names, integers and \+ - \* //"),
         ("shape: [heads, nope, rank]", "shape: [heads, '__import__(\"os\").getpid()', rank]", "wanted names, integers"),

@@ -39,7 +39,7 @@ def check_recipe(recipe: Recipe, where: str) -> None:
             inner = key if precision == module.precision else f"{key}.alternatives.{precision}"
             if pipeline.ensures not in recipe.contracts:
                 raise _refuse(f"{inner}.ensures", pipeline.ensures, f"one of {', '.join(recipe.contracts)}")
-            _check_pipeline(pipeline, inner, frozenset(recipe.contracts[pipeline.ensures]))
+            _check_pipeline(pipeline, inner, frozenset(recipe.contracts[pipeline.ensures]), frozenset(recipe.dims))
     for name, contract in recipe.contracts.items():
         for role, tensor in contract.items():
             if role in _PACKED and tensor.dtype == "uint8" and (tensor.finite or tensor.positive):
@@ -60,8 +60,12 @@ def steps_of(parts: tuple[StepPart, ...], where: str) -> tuple[Step, ...]:
     return tuple(make_step(part.name, part.params, f"{where}[{index}]") for index, part in enumerate(parts))
 
 
-def _check_pipeline(pipeline: PipelinePart, where: str, contract: frozenset[str]) -> None:
+def _check_pipeline(pipeline: PipelinePart, where: str, contract: frozenset[str], dims: frozenset[str]) -> None:
     store, load = steps_of(pipeline.store, f"{where}.store"), steps_of(pipeline.load, f"{where}.load")
+    for step in (*store, *load):
+        if step.transform.dims - dims:
+            missing = ", ".join(sorted(step.transform.dims - dims))
+            raise _refuse(f"{where}: step {step.name}", f"no {missing} under `dims`", "each dim that the step reads")
     stored = check_composition(store, Form(False, ANY_ENCODING), f"{where}.store")
     made = check_composition(load, stored, f"{where}.load")
     if made.absorbed != bool(contract & {"w_kc", "w_vc"}):

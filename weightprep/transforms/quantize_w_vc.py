@@ -28,7 +28,9 @@ def _measure(bundle: Bundle, context: StepContext) -> torch.Tensor:
     return largest_magnitude(torch.unflatten(weight, 0, (-1, nope + v))[:, nope:]).reshape(1)
 
 
-@transform(requires=Form(True, FLOATS), ensures=Form(True, frozenset({Encoding.BF16})), measure=_measure)
+@transform(
+    requires=Form(True, FLOATS), ensures=Form(True, frozenset({Encoding.BF16})), dims=("nope", "v"), measure=_measure
+)
 def quantize_w_vc(bundle: Bundle, context: StepContext) -> Bundle:
     """Quantize w_vc to float8_e4m3fn under one scale, w_scale, and round w_kc to bf16.
 

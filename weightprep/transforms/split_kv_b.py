@@ -24,7 +24,11 @@ def kv_b_shape(dims: Mapping[str, int]) -> tuple[int, int]:
     return (dims["heads"] * (dims["nope"] + dims["v"]), dims["rank"])
 
 
-@transform(requires=Form(False, _SPLITTABLE), ensures=lambda given: Form(True, given.encodings))
+@transform(
+    requires=Form(False, _SPLITTABLE),
+    ensures=lambda given: Form(True, given.encodings),
+    dims=("heads", "nope", "v", "rank"),
+)
 def split_kv_b(bundle: Bundle, context: StepContext) -> Bundle:
     """Split kv_b_proj [heads * (nope + v), rank] into the views w_kc (heads, nope, rank) and w_vc (heads, rank, v).
 

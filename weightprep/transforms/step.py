@@ -9,7 +9,7 @@ before a weight is read.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
@@ -31,6 +31,7 @@ class Transform:
     :param ensures: the form of the result: a Form, or a function of the given form and the parameters
     :param already: returns the finished bundle if the given one already is what this step would make, possibly after a
         rewriting that changes no number; else None. Gets (bundle, context, **parameters).
+    :param dims: the names of `StepContext.dims` that it reads; a recipe with this step must define them
     :param measure: what ranks must agree on before `apply`, as a float32 tensor to be reduced by elementwise MAX, or
         None where they need not; gets what `apply` gets
     """
@@ -41,6 +42,7 @@ class Transform:
     ensures: Form | Callable[..., Form]
     apply: Apply
     params: type[BaseModel]
+    dims: frozenset[str]
     already: Callable[..., Bundle | None] | None = None
     measure: Callable[..., torch.Tensor | None] | None = None
 
@@ -78,6 +80,7 @@ def transform(
     *,
     requires: Form,
     ensures: Form | Callable[..., Form],
+    dims: Iterable[str] = (),
     already: Callable[..., Bundle | None] | None = None,
     measure: Callable[..., torch.Tensor | None] | None = None,
 ) -> Callable[[Apply], Transform]:
@@ -96,6 +99,6 @@ def transform(
             function.__name__, __config__=ConfigDict(extra="forbid", frozen=True, strict=True), **fields
         )
         doc = (function.__doc__ or "").strip().splitlines()[0] if function.__doc__ else ""
-        return Transform(function.__name__, doc, requires, ensures, function, params, already, measure)
+        return Transform(function.__name__, doc, requires, ensures, function, params, frozenset(dims), already, measure)
 
     return declare
