@@ -23,7 +23,7 @@ from weightprep.convert.placing import place_file, replace_file, sync_file
 from weightprep.convert.plan import ConversionPlan, ModuleJob, ShardJob, SourceStamp
 from weightprep.errors import CheckpointError
 
-__all__ = ["FileRunner", "Progress", "Records", "ResumableError", "Unwatched", "check_unchanged"]
+__all__ = ["FileRunner", "Progress", "Records", "ResumableError", "Stop", "Unwatched", "check_unchanged"]
 
 
 _P = ParamSpec("_P")
@@ -64,6 +64,16 @@ class Records(Protocol):
         """`entry`'s file is whole and on the disk."""
 
 
+class Stop(Protocol):
+    """Tells everybody at work to leave off at the next chunk; threading.Event is one."""
+
+    def set(self) -> None:
+        """From now on."""
+
+    def is_set(self) -> bool:
+        """Whether somebody has."""
+
+
 class _StoppedError(Exception):
     """This file was given up because another one failed, or because of an interrupt."""
 
@@ -72,11 +82,20 @@ class FileRunner:
     """The threads of one run and what they have finished.
 
     :param attempt: in the names of unfinished files, where several processes may write the same one
+    :param stop: one that reaches farther than this process
     :ivar entries: file -> journal entry
     :ivar placed: "hard", "reflink", "copy" or "rewritten" -> how many files
     """
 
-    def __init__(self, plan: ConversionPlan, journal: Records, progress: Progress, *, attempt: str = "") -> None:
+    def __init__(
+        self,
+        plan: ConversionPlan,
+        journal: Records,
+        progress: Progress,
+        *,
+        attempt: str = "",
+        stop: Stop | None = None,
+    ) -> None:
         self.entries: dict[str, Entry] = {}
         self.placed: dict[str, int] = {}
         self._plan = plan
@@ -84,7 +103,7 @@ class FileRunner:
         self._progress = progress
         self._attempt = attempt
         self._lock = threading.Lock()
-        self._stop = threading.Event()
+        self._stop: Stop = threading.Event() if stop is None else stop
         self._failure: BaseException | None = None
         self._moving = threading.Semaphore(plan.options.workers)
 

@@ -23,6 +23,7 @@ __all__ = [
     "commit",
     "make_directories",
     "put_back",
+    "stop_file_of",
     "temporary_of",
     "tree_of",
 ]
@@ -45,6 +46,11 @@ def temporary_of(partial: Path, name: str | Path, attempt: str = "") -> Path:
     :param attempt: tells apart processes that may write the same file at once
     """
     return partial / _UNFINISHED / (hashlib.sha256(os.fsencode(name)).hexdigest() + attempt)
+
+
+def stop_file_of(partial: Path, run: str) -> Path:
+    """The file whose presence stops the run of this name on every machine that sees it."""
+    return partial / _UNFINISHED / f"stop-{run}"
 
 
 def clear_unfinished(partial: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from weightprep.convert.files import FileRunner, Progress, ResumableError, Unwatched
 from weightprep.convert.journal import Entry, Journal, identity_of
 from weightprep.convert.options import ConvertOptions
-from weightprep.convert.partial import clear_unfinished
+from weightprep.convert.partial import clear_unfinished, stop_file_of
 from weightprep.convert.plan import ConversionPlan, ShardJob
 from weightprep.convert.planner import plan_contents
 from weightprep.errors import CheckpointError, EngineError, WeightprepError
@@ -116,6 +116,8 @@ class RayRunner:
         options, identity = _absolute(self._plan.options), self._plan.identity
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
         width = options.workers * max(len(nodes), 1)
+        run = uuid.uuid4().hex
+        stop = _StopFile(stop_file_of(self._plan.options.partial, run))
         left = list(reversed(jobs))
         running: dict[Any, ShardJob] = {}
         try:
@@ -123,15 +125,17 @@ class RayRunner:
                 while left and len(running) < width:
                     job = left.pop()
                     self._progress.begin(job.name, job.nbytes)
-                    running[write.remote(options, identity, job.name)] = job
+                    running[write.remote(options, identity, job.name, run)] = job
                 (ready, *_), _ = ray.wait(list(running), num_returns=1)
                 self._finish(running[ready], ready)
                 del running[ready]
         except BaseException:
-            for reference in running:
-                ray.cancel(reference, force=True)
+            # Not ray.cancel: where the task comes to its end at the same moment, Ray 2.60 aborts this process.
             if running:
-                ray.wait(list(running), num_returns=len(running), timeout=_LEAVE_SECONDS)
+                stop.set()
+                _, late = ray.wait(list(running), num_returns=len(running), timeout=_LEAVE_SECONDS)
+                if not late:
+                    stop.clear()
             raise
 
     def _finish(self, job: ShardJob, reference: Any) -> None:
@@ -179,14 +183,33 @@ def _absolute(options: ConvertOptions) -> ConvertOptions:
     )
 
 
+class _StopFile:
+    """Stops the workers of a run through the file system that they share."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def set(self) -> None:
+        """From now on."""
+        self._path.touch()
+
+    def clear(self) -> None:
+        """No longer; nobody is at work."""
+        self._path.unlink(missing_ok=True)
+
+    def is_set(self) -> bool:
+        """Whether the run is stopped, or its directory is gone."""
+        return self._path.exists() or not self._path.parent.is_dir()
+
+
 class _Unwritten:
     """In place of the journal on a worker: the driver writes the line."""
 
     def add(self, entry: Entry) -> None: ...
 
 
-def _write(options: ConvertOptions, identity: str, name: str) -> _Written:
-    """On a worker: write the file `name` of the conversion `identity`."""
+def _write(options: ConvertOptions, identity: str, name: str, run: str) -> _Written:
+    """On a worker: write the file `name` of the conversion `identity`, unless or until `run` is stopped."""
     if identity_of(options.partial) != identity:
         raise CheckpointError(
             options.partial,
@@ -198,7 +221,8 @@ def _write(options: ConvertOptions, identity: str, name: str) -> _Written:
     plan = _plan(dataclasses.replace(options, workers=1), identity)
     (job,) = (job for job in plan.jobs if job.name == name)
     # A name of its own for every attempt: a worker that was given up and lives on must not meet its successor's file.
-    runner = FileRunner(plan, _Unwritten(), Unwatched(), attempt=uuid.uuid4().hex)
+    stop = _StopFile(stop_file_of(options.partial, run))
+    runner = FileRunner(plan, _Unwritten(), Unwatched(), attempt=uuid.uuid4().hex, stop=stop)
     runner.run([job])
     (placed,) = runner.placed
     return _Written(runner.entries[name], placed)
