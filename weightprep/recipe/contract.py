@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from weightprep.recipe.base import RecipePart
 
@@ -23,3 +23,9 @@ class TensorPart(RecipePart):
     strides: tuple[str | int, ...] | None = Field(default=None, description="in elements; left out where any will do")
     finite: bool = False
     positive: bool = False
+
+    @model_validator(mode="after")
+    def _has_a_stride_for_each_size(self) -> TensorPart:
+        if self.strides is not None and len(self.strides) != len(self.shape):
+            raise ValueError("strides must have one entry for each entry of shape, or be left out")
+        return self

@@ -63,6 +63,8 @@ class ModulePart(PipelinePart):
     def _is_consistent(self) -> ModulePart:
         if sorted(_PLACEHOLDER.findall(self.source)) != sorted(["prefix", *self.each]):
             raise ValueError("source must contain {prefix} and each placeholder of `each` once, and no other")
+        if len(set(self.on)) < len(self.on):
+            raise ValueError("on names a group of layers twice")
         if self.precision in self.alternatives:
             raise ValueError(f"alternatives repeats the default precision {self.precision}")
         return self

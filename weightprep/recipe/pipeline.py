@@ -39,7 +39,10 @@ class StepPart(RootModel[dict[str, dict[str, Any]]]):
 class QualityPart(RecipePart):
     """The floor below which a conversion is refused."""
 
-    min_sqnr_db: float = Field(description="least ratio of signal to error, in dB, of the worst head")
+    # nothing is below a floor of NaN
+    min_sqnr_db: float = Field(
+        allow_inf_nan=False, description="least ratio of signal to error, in dB, of the worst head"
+    )
 
 
 class PipelinePart(RecipePart):
