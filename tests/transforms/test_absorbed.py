@@ -61,6 +61,18 @@ def test_plain_layout_is_the_other_order() -> None:
     assert result["w_vc"].is_contiguous()
 
 
+def test_group_scales_are_laid_out_like_their_weight() -> None:
+    mixed = make_step("layout", {"w_kc": "kn_contiguous", "w_vc": "nk_contiguous"}, "test")
+    absorbed = run_steps(steps("split_kv_b", "absorb_mxfp4"), kv_b(DIMS), StepContext(dims=DIMS))
+    result = run_steps([mixed], absorbed, StepContext(dims=DIMS))
+    for role in ("w_kc", "w_scale_k"):
+        assert result[role].is_contiguous(), role
+    for role in ("w_vc", "w_scale_v"):
+        assert result[role].transpose(1, 2).is_contiguous(), role
+    for role, tensor in absorbed.items():
+        assert torch.equal(result[role], tensor), role
+
+
 @pytest.mark.parametrize("wrong", [{"heads": 5}, {"nope": 128}, {"rank": 256}])
 def test_dims_that_do_not_fit_the_weight(wrong: dict[str, int]) -> None:
     with pytest.raises(CheckpointError, match=r"layer.weight: found shape \[1792, 512\]"):
