@@ -156,7 +156,7 @@ def test_verify_tells_what_is_no_result_from_what_is_a_bad_one(source: Path, con
 def test_dry_run_tells_space_and_time_and_leaves_nothing(source: Path, tmp_path: Path) -> None:
     done = run("convert", source, tmp_path / "dst", "--dry-run", "--link", "copy")
     assert done.returncode == 0
-    assert re.search(r"needs \d+\.\d\d GB at the destination", done.stdout)
+    assert re.search(r"needs \d+\.\d\d GB at the destination; \d+\.\d\d GB are free there\n", done.stdout)
     assert re.search(r"about \d+ s at \d+ MB/s, the rate at which a sample of \d+ MB was copied", done.stdout)
     assert list(tmp_path.iterdir()) == []
 
@@ -164,7 +164,8 @@ def test_dry_run_tells_space_and_time_and_leaves_nothing(source: Path, tmp_path:
 def test_estimate_follows_from_the_sample(source: Path, tmp_path: Path) -> None:
     document = json.loads(run("convert", source, tmp_path / "dst", "--dry-run", "--link", "copy", "--json").stdout)
     made = document["estimate"]
-    assert made["nbytes"] == document["needed_bytes"]
+    # 16 MiB stay free
+    assert made["nbytes"] == document["needed_bytes"] - 2**24
     # smaller than what is sampled at most, so all of it was
     assert made["sample_bytes"] == max(path.stat().st_size for path in source.glob("*.safetensors"))
     assert made["seconds"] == pytest.approx(made["nbytes"] / made["sample_bytes"] * made["sample_seconds"])
@@ -179,6 +180,23 @@ def test_no_estimate_where_a_sample_has_no_room(source: Path, tmp_path: Path) ->
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
     assert document["estimate"] is None
+
+
+def test_dry_run_and_convert_agree_on_the_space(source: Path, tmp_path: Path) -> None:
+    """On a file system that is a little too small for the whole, and large enough for what one of two parts leaves."""
+    whole = json.loads(run("convert", source, tmp_path / "dst", "--dry-run", "--json").stdout)["needed_bytes"]
+    command = ["mount", "-t", "tmpfs", "-o", f"size={whole - 4096}", "none", str(tmp_path)]
+    if os.geteuid() or subprocess.run(command, check=False).returncode:
+        pytest.skip("cannot mount a tmpfs here; the space on a disk that is too small is not tried")
+    try:
+        planned = run("convert", source, tmp_path / "dst", "--dry-run")
+        refused = run("convert", source, tmp_path / "dst", "--json")
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+    assert planned.returncode == 0
+    assert "GB are free there, so convert would not begin\n" in planned.stdout
+    assert refused.returncode == 2
+    assert json.loads(refused.stdout)["error"]["wanted"] == f"{whole:,} bytes"
 
 
 def test_at_the_end_it_says_what_to_do_next(source: Path, tmp_path: Path) -> None:

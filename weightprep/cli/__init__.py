@@ -10,6 +10,7 @@ from weightprep import __version__
 from weightprep.cli.convert import convert
 from weightprep.cli.doctor import doctor
 from weightprep.cli.inspect import inspect
+from weightprep.cli.output import print_lines
 from weightprep.cli.recipes import recipes
 from weightprep.cli.report import report
 from weightprep.cli.synth import synth
@@ -27,7 +28,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(__version__)
+        print_lines(__version__)
         raise typer.Exit
 
 

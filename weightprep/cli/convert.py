@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from weightprep.cli.next_steps import next_steps
-from weightprep.cli.output import DEFAULT_WORKERS, command, print_json, say
+from weightprep.cli.output import DEFAULT_WORKERS, command, print_json, print_lines, say
 from weightprep.cli.plan import plan_document, plan_lines, show_plan
 from weightprep.convert.options import ConvertOptions, Executor, Layout, LinkMode, Part
 from weightprep.errors import RecipeError
@@ -71,8 +72,9 @@ def convert(
       weightprep convert GLM-5.2 GLM-5.2 --layout sidecar
     """
     from weightprep.checkpoint.hub_source import locate, parse_hub_source
-    from weightprep.convert.execute import execute, left_to_write
+    from weightprep.convert.execute import execute
     from weightprep.convert.planner import make_plan
+    from weightprep.convert.remaining import finished_by, left_to_write, space
 
     options = ConvertOptions(
         source=src,
@@ -105,9 +107,14 @@ def convert(
     for line in plan_lines(plan):
         say(line)
     began = time.monotonic()
-    with progress(left_to_write(plan)) as shown:
+    done = finished_by(plan)
+    document = plan_document(plan, space(plan, done))
+    with progress(left_to_write(plan, done)) as shown:
         result = execute(plan, shown)
-    _show_result(plan, result, time.monotonic() - began, as_json=json)
+    if json:
+        _print_result(document, result, time.monotonic() - began)
+    else:
+        _show_result(plan, result)
     return None
 
 
@@ -154,31 +161,32 @@ def _bad_part(found: str) -> RecipeError:
     )
 
 
-def _show_result(plan: ConversionPlan, result: Result, seconds: float, *, as_json: bool) -> None:
-    if as_json:
-        print_json(
-            "convert",
-            {
-                "state": "done" if result.committed else "part_done",
-                "reason": None,
-                **plan_document(plan),
-                "seconds": round(seconds, 3),
-                "resumed_files": result.resumed,
-                "placed": dict(result.placed),
-                "results": [record.model_dump(mode="json") for record in result.modules],
-            },
-        )
-        return
+def _print_result(document: Mapping[str, Any], result: Result, seconds: float) -> None:
+    print_json(
+        "convert",
+        {
+            "state": "done" if result.committed else "part_done",
+            "reason": None,
+            **document,
+            "seconds": round(seconds, 3),
+            "resumed_files": result.resumed,
+            "placed": dict(result.placed),
+            "results": [record.model_dump(mode="json") for record in result.modules],
+        },
+    )
+
+
+def _show_result(plan: ConversionPlan, result: Result) -> None:
     if not result.committed:
         count = plan.options.part.count if plan.options.part else 1
-        print(f"part done: {len(result.modules)} module(s) converted; after all {count} run --finish")
+        print_lines(f"part done: {len(result.modules)} module(s) converted; after all {count} run --finish")
         return
     from weightprep.convert.quality import judged_db
 
     errors = [record.quality.relative_error for record in result.modules]
     judged = [db for record in result.modules if (db := judged_db(record.quality)) is not None]
     worst = f", worst head {min(judged):.1f} dB SQNR" if judged else ""
-    print(
+    print_lines(
         f"{result.output}: {len(errors)} module(s) converted, relative error {min(errors):.4f}-{max(errors):.4f}{worst}"
     )
     if result.placed.get("hard"):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from weightprep.cli.output import command, print_json
+from weightprep.cli.output import command, print_json, print_lines
 
 __all__ = ["doctor"]
 
@@ -33,9 +33,9 @@ def doctor(
     else:
         width = max(len(finding.subject) for finding in findings)
         for finding in findings:
-            print(f"{_MARKS[finding.status]}  {finding.subject.ljust(width)}  {finding.found}")
+            print_lines(f"{_MARKS[finding.status]}  {finding.subject.ljust(width)}  {finding.found}")
             if finding.remedy:
-                print(f"{'':9}{'':{width}}  -> {finding.remedy}")
+                print_lines(f"{'':9}{'':{width}}  -> {finding.remedy}")
         verdict = "--load-format weightprep works here" if problems == 0 else f"{problems} problem(s) to solve first"
-        print(verdict)
+        print_lines(verdict)
     return 1 if problems else None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weightprep.cli.output import command, print_json, printable, say
+from weightprep.cli.output import command, print_json, print_lines, say
 from weightprep.contracts import name_targets
 
 if TYPE_CHECKING:
@@ -101,21 +101,23 @@ def inspect(
             },
         )
         return None
-    print(f"{src}: {model.architecture}, {len(checkpoint.tensors)} tensors in {len(checkpoint.shards)} shard(s)")
-    print(f"{nbytes / 1e9:.2f} GB; " + ", ".join(f"{count} {dtype}" for dtype, count in dtypes.most_common()))
-    print(f"recipe {model.recipe.name}, {chosen.name} ({chosen.source})\n")
+    print_lines(f"{src}: {model.architecture}, {len(checkpoint.tensors)} tensors in {len(checkpoint.shards)} shard(s)")
+    print_lines(f"{nbytes / 1e9:.2f} GB; " + ", ".join(f"{count} {dtype}" for dtype, count in dtypes.most_common()))
+    print_lines(f"recipe {model.recipe.name}, {chosen.name} ({chosen.source})", "")
     if model.recipe.nothing_to_convert is not None:
-        print(f"nothing to convert: {model.recipe.nothing_to_convert}")
+        print_lines(f"nothing to convert: {model.recipe.nothing_to_convert}")
     if compressors:
-        print()
+        print_lines("")
         _print_compressors(compressors)
     if model.recipe.nothing_to_convert is None:
         _print_table(forecasts)
     for name in unclaimed:
-        print(printable(f"{name}: {why_unclaimed(model)}"))
+        print_lines(f"{name}: {why_unclaimed(model)}")
     for name, pair in scales.items():
         if pair is not None and not pair[0].fast:
-            print(f"\n{name}: activation scales: today {_path(pair[0])}, prepared {_path(pair[1])}: {pair[0].reason}")
+            print_lines(
+                "", f"{name}: activation scales: today {_path(pair[0])}, prepared {_path(pair[1])}: {pair[0].reason}"
+            )
     if model.recipe.nothing_to_convert is not None:
         return None
     if sidecar:
@@ -126,8 +128,9 @@ def inspect(
         layers = [layer for layer in forecasts if layer.target == name]
         for prediction in dict.fromkeys(layer.prepared for layer in layers if not layer.prepared.fast):
             count = sum(layer.prepared == prediction for layer in layers)
-            print(
-                f"\n{name}: {count} of {len(layers)} layer(s), prepared, take {_path(prediction)}: {prediction.reason}"
+            print_lines(
+                "",
+                f"{name}: {count} of {len(layers)} layer(s), prepared, take {_path(prediction)}: {prediction.reason}",
             )
         mended = sum(layer.prepared.fast and not layer.today.fast for layer in layers)
         if mended:
@@ -168,10 +171,10 @@ def _describe_compressors(kind: CompressorForecast) -> dict[str, Any]:
 
 def _print_compressors(compressors: Sequence[CompressorForecast]) -> None:
     """A line per kind; what weightprep hooks once per target, and what that saves."""
-    print(f"{'target':8} {'compressors':32} {'wkv, wgate':20} {'today':26} {'prepared':26} why")
+    print_lines(f"{'target':8} {'compressors':32} {'wkv, wgate':20} {'today':26} {'prepared':26} why")
     for kind in compressors:
         gate = "/".join(sorted({kind.dtypes.get("wkv", "missing"), kind.dtypes.get("wgate", "missing")}))
-        print(
+        print_lines(
             f"{kind.target:8} {f'{kind.count} {kind.kind}':32} {gate:20} "
             f"{_path(kind.today):26} {_path(kind.prepared):26} {kind.prepared.reason}"
         )
@@ -199,7 +202,7 @@ def _describe(layer: LayerForecast) -> dict[str, Any]:
 
 def _print_table(forecasts: Sequence[LayerForecast]) -> None:
     """Neighbouring layers that fare alike share a line."""
-    print(f"{'target':8} {'layers':16} {'stored as':12} {'today':22} {'prepared':22} why today")
+    print_lines(f"{'target':8} {'layers':16} {'stored as':12} {'today':22} {'prepared':22} why today")
     runs: list[list[LayerForecast]] = []
     for layer in forecasts:
         key = _fate(layer)
@@ -211,7 +214,7 @@ def _print_table(forecasts: Sequence[LayerForecast]) -> None:
         first, last = run[0].plan, run[-1].plan
         layers = f"{first.layer}" if first is last else f"{first.layer}-{last.layer}"
         layer = run[0]
-        print(
+        print_lines(
             f"{layer.target:8} {layers + ' ' + first.group:16} {layer.encoding:12} "
             f"{_path(layer.today):22} {_path(layer.prepared):22} {layer.why_today}; {layer.today.reason}"
         )

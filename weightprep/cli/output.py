@@ -18,7 +18,7 @@ import typer
 
 from weightprep.errors import WeightprepError
 
-__all__ = ["DEFAULT_WORKERS", "INTERRUPTED", "command", "print_json", "printable", "say"]
+__all__ = ["DEFAULT_WORKERS", "INTERRUPTED", "command", "print_json", "print_lines", "printable", "say"]
 
 INTERRUPTED = 130
 # More shards in flight than this gain nothing on one disk.
@@ -27,24 +27,30 @@ P = ParamSpec("P")
 
 
 def print_json(schema: str, document: Mapping[str, Any]) -> None:
-    """Print the one document of a command."""
-    json.dump({"schema": f"weightprep.{schema}/1", **document}, sys.stdout, indent=2, ensure_ascii=False)
+    """Print the one document of a command, in ASCII: a stranger's names reach the terminal as escapes here too."""
+    json.dump({"schema": f"weightprep.{schema}/1", **document}, sys.stdout, indent=2)
     sys.stdout.write("\n")
 
 
-def say(text: str = "") -> None:
+def print_lines(*lines: str) -> None:
+    """Print lines of the result."""
+    for line in lines:
+        print(printable(line))
+
+
+def say(*lines: str) -> None:
     """Tell a person something that is not the result."""
-    print(printable(text, keep="\n"), file=sys.stderr)
+    for line in lines:
+        print(printable(line), file=sys.stderr)
 
 
-def printable(text: str, *, keep: str = "") -> str:
+def printable(text: str) -> str:
     """`text` with what moves a terminal's cursor, colours it or reverses the writing spelled as Python escapes.
 
-    Names in checkpoints and manifests are a stranger's, and could otherwise paint over what is said of them.
-
-    :param keep: characters that stay as they are
+    Names in checkpoints and manifests are a stranger's, and could otherwise paint over what is said of them. The end of
+    a line is among it: a name may not begin a line of its own.
     """
-    return "".join(char if char.isprintable() or char in keep else ascii(char)[1:-1] for char in text)
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def command(function: Callable[P, int | None]) -> Callable[P, None]:
@@ -61,7 +67,7 @@ def command(function: Callable[P, int | None]) -> Callable[P, None]:
         except WeightprepError as error:
             if as_json:
                 print_json("error", {"error": describe_error(error)})
-            say(f"error: {error}")
+            say(f"error: {error.subject}: found {error.found}; wanted {error.wanted}", f"  -> {error.remedy}")
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
             say("interrupted; what is finished has been kept: run the same command again to go on")

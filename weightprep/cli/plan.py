@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from weightprep.cli.output import print_json, printable, say
+from weightprep.cli.output import print_json, print_lines, say
 from weightprep.convert.options import Layout
 
 if TYPE_CHECKING:
     from weightprep.convert.plan import ConversionPlan
+    from weightprep.convert.remaining import Space
 
 __all__ = ["plan_document", "plan_lines", "show_plan"]
 
@@ -41,10 +42,8 @@ def plan_lines(plan: ConversionPlan) -> list[str]:
     return lines
 
 
-def plan_document(plan: ConversionPlan) -> dict[str, Any]:
+def plan_document(plan: ConversionPlan, room: Space) -> dict[str, Any]:
     """The plan for --json."""
-    from weightprep.convert.execute import needed_bytes
-
     fates: dict[str, int] = {}
     for fate in plan.fates:
         fates[fate.fate.value] = fates.get(fate.fate.value, 0) + 1
@@ -79,7 +78,7 @@ def plan_document(plan: ConversionPlan) -> dict[str, Any]:
             "other": len(plan.copies) + len(plan.texts),
         },
         "bytes": sum(job.nbytes for job in plan.jobs),
-        "needed_bytes": needed_bytes(plan),
+        "needed_bytes": room.wanted,
     }
 
 
@@ -108,42 +107,63 @@ def _duration(seconds: float) -> str:
 def show_plan(plan: ConversionPlan, *, as_json: bool) -> None:
     """What --dry-run prints, and what a conversion without anything to do prints."""
     from weightprep.convert.estimate import estimate
+    from weightprep.convert.options import Part
+    from weightprep.convert.remaining import finished_by, jobs_of, space
 
-    document = plan_document(plan)
-    expected = estimate(plan) if plan.modules and plan.stamps else None
+    done = finished_by(plan)
+    room = space(plan, done)
+    mine = plan.jobs if plan.options.finish else jobs_of(plan, plan.options.part or Part(1, 1))
+    resumed = sum(job.name in done for job in mine)
+    document = plan_document(plan, room)
+    expected = estimate(plan, done) if plan.modules and plan.stamps else None
     if as_json:
         state = "planned" if plan.modules else "nothing_to_convert"
         reason = None if plan.modules else _nothing_reason(plan)
         estimated = None if expected is None else asdict(expected)
-        print_json("convert", {"state": state, "reason": reason, **document, "estimate": estimated})
+        print_json(
+            "convert",
+            {
+                "state": state,
+                "reason": reason,
+                **document,
+                "free_bytes": room.free,
+                "resumed_files": resumed,
+                "estimate": estimated,
+            },
+        )
         return
     if not plan.modules:
-        print(f"nothing to convert: {_nothing_reason(plan)}")
+        print_lines(f"nothing to convert: {_nothing_reason(plan)}")
         for name, why in _unclaimed(plan):
-            print(printable(f"  {name}: {why}"))
+            print_lines(f"  {name}: {why}")
         say(f"no destination is written; {plan.options.source} can be used as it is")
         return
     for line in plan_lines(plan):
-        print(printable(line))
+        print_lines(line)
     files = document["files"]
-    print(
+    print_lines(
         f"  {files['rewritten']} file(s) written anew, {files['whole']} linked or copied, {files['other']} small ones"
     )
-    needed = document["needed_bytes"] / 1e9
+    if resumed:
+        print_lines(f"  goes on where an earlier run stopped: {resumed} of {len(mine)} file(s) are finished")
+    needed = f"{room.wanted / 1e9:.2f} GB at the destination"
+    free = f"{room.free / 1e9:.2f} GB are free there" + ("" if room.suffices else ", so convert would not begin")
     if not plan.stamps:
-        print(f"  downloads {sum(header.file_size for header in plan.checkpoint.shards.values()) / 1e9:.2f} GB first")
-        print(f"  needs at most {needed:.2f} GB at the destination")
+        print_lines(
+            f"  downloads {sum(header.file_size for header in plan.checkpoint.shards.values()) / 1e9:.2f} GB first"
+        )
+        print_lines(f"  needs at most {needed}; {free}")
     else:
-        print(f"  needs {needed:.2f} GB at the destination")
+        print_lines(f"  needs {needed}; {free}")
     if expected is not None:
         rate = expected.sample_bytes / expected.sample_seconds / 1e6
-        print(
+        print_lines(
             f"  about {_duration(expected.seconds)} at {rate:.0f} MB/s, the rate at which a sample of "
             f"{expected.sample_bytes / 1e6:.0f} MB was copied and synced just now"
         )
     for number, module in enumerate(document["modules"]):
         if number == 5 and len(document["modules"]) > 6:
-            print(f"  ... and {len(document['modules']) - number} more (--json lists all)")
+            print_lines(f"  ... and {len(document['modules']) - number} more (--json lists all)")
             break
-        print(f"  {module['module']}: {module['from']} -> {module['to']}")
+        print_lines(f"  {module['module']}: {module['from']} -> {module['to']}")
     say("dry run: nothing was written")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from weightprep.cli.output import printable, say
 from weightprep.convert.files import Progress as ProgressLike
 
 __all__ = ["progress"]
@@ -34,7 +34,7 @@ def progress(total: int) -> Iterator[ProgressLike]:
         yield _Lines(total)
         return
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
@@ -53,7 +53,7 @@ class _Bars:
         self._files: dict[str, TaskID] = {}
 
     def begin(self, file: str, nbytes: int) -> None:
-        self._files[file] = self._bars.add_task(file, total=nbytes)
+        self._files[file] = self._bars.add_task(printable(file), total=nbytes)
 
     def advance(self, file: str, nbytes: int) -> None:
         self._bars.advance(self._files[file], nbytes)
@@ -89,11 +89,7 @@ class _Lines:
             rate = self._done / (now - self._started)
             files = ", ".join(f"{name} {done * 100 // max(size, 1)} %" for name, (done, size) in self._files.items())
         left = max(self._total - self._done, 0) / rate
-        print(
-            f"{self._done / 1e9:.1f} of {self._total / 1e9:.1f} GB, {rate / 1e6:.0f} MB/s, {left:.0f} s left; {files}",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"{self._done / 1e9:.1f} of {self._total / 1e9:.1f} GB, {rate / 1e6:.0f} MB/s, {left:.0f} s left; {files}")
 
     def end(self, file: str) -> None:
         with self._lock:

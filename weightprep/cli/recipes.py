@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from weightprep.cli.output import command, print_json, say
+from weightprep.cli.output import command, print_json, print_lines, say
 
 __all__ = ["recipes"]
 
@@ -36,7 +36,7 @@ def list_(json: _Json = False) -> int | None:
         print_json("recipes", {"recipes": rows})
         return None
     for recipe in found:
-        print(f"{recipe.name:24} {', '.join(recipe.architectures)}\n{'':24} {recipe.description}")
+        print_lines(f"{recipe.name:24} {', '.join(recipe.architectures)}", f"{'':24} {recipe.description}")
     return None
 
 
@@ -53,7 +53,7 @@ def show(name: Annotated[str, typer.Argument(help="Recipe name or YAML file.")],
     if json:
         print_json("recipe", {"hash": recipe.hash, "recipe": content})
     else:
-        print(yaml.safe_dump(content, sort_keys=False), end="")
+        print_lines(*yaml.safe_dump(content, sort_keys=False).splitlines())
     return None
 
 
@@ -77,5 +77,5 @@ def schema() -> int | None:
     """Print the JSON Schema of recipes, for editors."""
     from weightprep.recipe import recipe_schema
 
-    print(jsonlib.dumps(recipe_schema(), indent=2))
+    print_lines(*jsonlib.dumps(recipe_schema(), indent=2).splitlines())
     return None

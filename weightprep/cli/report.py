@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from weightprep.cli.output import command, print_json
+from weightprep.cli.output import command, print_json, print_lines
 from weightprep.errors import CheckpointError
 
 __all__ = ["report"]
@@ -44,7 +44,7 @@ def report(
     if json:
         print_json("report", {"path": str(output), "bytes": len(page.encode())})
     else:
-        print(f"{output}: open it in a browser")
+        print_lines(f"{output}: open it in a browser")
     return None
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from weightprep.cli.output import command, print_json
+from weightprep.cli.output import command, print_json, print_lines
 from weightprep.errors import RecipeError
 
 __all__ = ["parse_size", "synth"]
@@ -56,7 +56,7 @@ def synth(
             "synth", {"path": str(dst), "shards": len(made.shards), "tensors": len(made.tensors), "bytes": nbytes}
         )
     else:
-        print(f"{dst}: {len(made.tensors)} tensors in {len(made.shards)} shard(s), {nbytes:,} bytes")
+        print_lines(f"{dst}: {len(made.tensors)} tensors in {len(made.shards)} shard(s), {nbytes:,} bytes")
     return None
 
 

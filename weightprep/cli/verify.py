@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from weightprep.cli.output import DEFAULT_WORKERS, command, print_json, printable, say
+from weightprep.cli.output import DEFAULT_WORKERS, command, print_json, print_lines, say
 
 __all__ = ["verify"]
 
@@ -61,11 +61,11 @@ def verify(
         )
     else:
         for finding in verdict.findings[:_SHOWN]:
-            print(printable(str(finding)))
+            print_lines(str(finding))
         if len(verdict.findings) > _SHOWN:
-            print(f"... and {len(verdict.findings) - _SHOWN} more (--json lists all)")
+            print_lines(f"... and {len(verdict.findings) - _SHOWN} more (--json lists all)")
         if not verdict.findings:
-            print(
+            print_lines(
                 f"{dst}: sound; {verdict.tensors} tensors compared, {verdict.modules} module(s) converted afresh, "
                 f"{verdict.files} other files"
             )

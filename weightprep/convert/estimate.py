@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Container
 from dataclasses import dataclass
 
 from weightprep.checkpoint.copying import copy_range
 from weightprep.checkpoint.json_file import open_regular
-from weightprep.convert.execute import needed_bytes
-from weightprep.convert.journal import finished_files, identity_of
 from weightprep.convert.options import nearest_existing
 from weightprep.convert.plan import ConversionPlan
+from weightprep.convert.remaining import needed_bytes
 
 __all__ = ["Estimate", "estimate"]
 
@@ -41,17 +41,15 @@ class Estimate:
     sample_seconds: float
 
 
-def estimate(plan: ConversionPlan) -> Estimate | None:
+def estimate(plan: ConversionPlan, done: Container[str]) -> Estimate | None:
     """The time that `plan` takes on these disks as busy as they are now; None where that cannot be tried.
 
     A sample of the largest shard is copied into a file without a name at the destination's file system.
 
-    :raises CheckpointError: the plan of a conversion that was begun cannot be read
+    :param done: files that are finished already
     """
-    options = plan.options
-    goes_on = not options.overwrite and identity_of(options.partial) == plan.identity
-    needed = needed_bytes(plan, finished_files(options.partial) if goes_on else ())
-    directory = nearest_existing(options.partial.parent)
+    needed = needed_bytes(plan, done)
+    directory = nearest_existing(plan.options.partial.parent)
     largest = max(plan.checkpoint.shards.values(), key=lambda header: header.file_size)
     status = os.statvfs(directory)
     if status.f_bavail * status.f_frsize < _LEAST_FREE_BYTES:
@@ -66,11 +64,11 @@ def estimate(plan: ConversionPlan) -> Estimate | None:
     try:
         # Of a shard that was read a moment ago the page cache would tell another disk's speed.
         os.posix_fadvise(source, 0, 0, os.POSIX_FADV_DONTNEED)
-        done, began = 0, time.perf_counter()
-        while done < min(_SAMPLE_BYTES, largest.file_size) and time.perf_counter() - began < _SAMPLE_SECONDS:
-            step = min(_STEP_BYTES, largest.file_size - done)
-            copy_range(source, target, source_offset=done, target_offset=done, nbytes=step)
-            done += step
+        copied, began = 0, time.perf_counter()
+        while copied < min(_SAMPLE_BYTES, largest.file_size) and time.perf_counter() - began < _SAMPLE_SECONDS:
+            step = min(_STEP_BYTES, largest.file_size - copied)
+            copy_range(source, target, source_offset=copied, target_offset=copied, nbytes=step)
+            copied += step
         os.fsync(target)
         seconds = time.perf_counter() - began
     except (OSError, EOFError):
@@ -78,4 +76,4 @@ def estimate(plan: ConversionPlan) -> Estimate | None:
     finally:
         os.close(target)
         os.close(source)
-    return Estimate(needed * seconds / done, needed, done, seconds)
+    return Estimate(needed * seconds / copied, needed, copied, seconds)

@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 import shutil
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,18 +19,17 @@ from weightprep.checkpoint.manifest import MANIFEST_NAME, SIDECAR_MANIFEST, Mani
 from weightprep.checkpoint.writer import fsync_directory
 from weightprep.convert.files import FileRunner, Progress, ResumableError, check_unchanged
 from weightprep.convert.journal import Entry, Journal, claim, finished_files, identity_of, parts_of
-from weightprep.convert.options import Executor, Layout, LinkMode, Part, nearest_existing
+from weightprep.convert.options import Executor, Layout, LinkMode, Part
 from weightprep.convert.partial import commit, put_back, temporary_of, tree_of
-from weightprep.convert.placing import can_link, place_file, replace_file, sync_file, write_bytes
-from weightprep.convert.plan import ConversionPlan, ShardJob
+from weightprep.convert.placing import place_file, replace_file, sync_file, write_bytes
+from weightprep.convert.plan import ConversionPlan
 from weightprep.convert.quality import describe, is_below, judged_db
 from weightprep.convert.ray_executor import RayRunner, ray_cluster
+from weightprep.convert.remaining import jobs_of, space
 from weightprep.errors import CheckpointError, QualityError, WeightprepError
 
-__all__ = ["Result", "execute", "left_to_write", "needed_bytes"]
+__all__ = ["Result", "execute"]
 
-# Left free for the file system's own bookkeeping.
-_SPARE_BYTES = 16 * 2**20
 _SHOWN = 3
 
 
@@ -49,17 +48,6 @@ class Result:
     resumed: int
     placed: Mapping[str, int]
     modules: tuple[ModuleRecord, ...]
-
-
-def needed_bytes(plan: ConversionPlan, done: Container[str] = ()) -> int:
-    """Bytes that a run writes which finds the files `done` finished; at most that, of a source that is on the hub."""
-    if not plan.stamps:
-        return sum(job.nbytes for job in plan.jobs) + sum(map(len, plan.texts.values()))
-    directory = nearest_existing(plan.options.output.parent)
-    link = plan.options.link
-    todo = [job for job in plan.jobs if job.name not in done]
-    shards = sum(job.nbytes for job in todo if job.rewritten or not can_link(job.source, directory, link))
-    return shards + sum(path.stat().st_size for path in plan.copies.values()) + sum(map(len, plan.texts.values()))
 
 
 def execute(plan: ConversionPlan, progress: Progress) -> Result:
@@ -94,7 +82,7 @@ def _locked(plan: ConversionPlan, part: Part, journal: Journal, progress: Progre
     options, partial = plan.options, plan.options.partial
     put_back(options)
     done = finished_files(partial)
-    mine = _jobs_of(plan, part)
+    mine = jobs_of(plan, part)
     todo = [] if options.finish else [job for job in mine if job.name not in done]
     try:
         _check_space(plan, done)
@@ -132,7 +120,7 @@ def _check_parts(plan: ConversionPlan, count: int) -> None:
     left = [
         f"--part {index}/{begun}"
         for index in range(1, begun + 1)
-        if any(job.name not in done for job in _jobs_of(plan, Part(index, begun)))
+        if any(job.name not in done for job in jobs_of(plan, Part(index, begun)))
     ]
     more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
     if begun == 1:
@@ -148,29 +136,15 @@ def _check_parts(plan: ConversionPlan, count: int) -> None:
     )
 
 
-def _jobs_of(plan: ConversionPlan, part: Part) -> list[ShardJob]:
-    return [job for number, job in enumerate(plan.jobs) if number % part.count == part.index - 1]
-
-
-def left_to_write(plan: ConversionPlan) -> int:
-    """Bytes of the files that a run of `plan` does, less those that an earlier one has finished."""
-    if plan.options.finish:
-        return 0
-    done = finished_files(plan.options.partial)
-    return sum(job.nbytes for job in _jobs_of(plan, plan.options.part or Part(1, 1)) if job.name not in done)
-
-
 def _check_space(plan: ConversionPlan, done: Mapping[str, Entry]) -> None:
-    needed = needed_bytes(plan, done) + _SPARE_BYTES
-    status = os.statvfs(plan.options.partial)
-    free = status.f_bavail * status.f_frsize
-    if needed > free:
+    room = space(plan, done)
+    if not room.suffices:
         # Nothing is kept of a run that has finished nothing.
         kind = ResumableError if done else CheckpointError
         raise kind(
             plan.options.output,
-            found=f"{free:,} bytes free",
-            wanted=f"{needed:,} bytes",
+            found=f"{room.free:,} bytes free",
+            wanted=f"{room.wanted:,} bytes",
             remedy="free some space, choose another disk, or let untouched shards be linked (--link auto, same disk)",
         )
 
