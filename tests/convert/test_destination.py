@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from file_hashes import hashes
 from typer.testing import CliRunner, Result
 
 from weightprep.checkpoint.paths import walk_files
@@ -51,14 +51,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield root
     # no test of this file may have changed a byte of it
     assert hashes(root) == before
-
-
-def hashes(root: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(root.rglob("*"))
-        if path.is_file()
-    }
 
 
 def convert(*args: object) -> Result:
