@@ -132,6 +132,15 @@ def test_one_constant_scale_keeps_bytes_and_scale(encoding: Encoding, e8m0: bool
     assert ours.encoded == EncodedShape(Encoding.FP8_TENSOR, 300, 200)
 
 
+@pytest.mark.parametrize("encoding", [Encoding.FP8_BLOCK, Encoding.FP8_CHANNEL])
+def test_one_scale_of_zero_is_a_zero_tensor_and_not_a_scale(encoding: Encoding) -> None:
+    bundle = source(encoding, 300, 200)
+    bundle["scale"].fill_(0)
+    ours = run_steps(STEPS, bundle, CONTEXT)
+    assert ours["scale"].item() == 1
+    assert not (codes(ours) & 0x7F).any()
+
+
 def test_a_rank_whose_rows_share_a_scale_follows_the_others() -> None:
     whole = source(Encoding.FP8_BLOCK, 256, 128)
     whole["scale"][:] = torch.tensor([[0.001], [0.002]])
