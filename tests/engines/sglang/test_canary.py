@@ -62,6 +62,26 @@ def test_sound_kernels_pass_and_equal_layers_run_once() -> None:
     assert run_canary([first, first, other_shape], SOUND) == 2
 
 
+@pytest.mark.parametrize("heads", [HEADS, 24])
+def test_without_a_gpu_eight_heads_stand_for_all_and_keep_their_strides(heads: int) -> None:
+    seen = set()
+
+    class Watched:
+        def q(self, q_nope: torch.Tensor, given: Sample) -> torch.Tensor:
+            seen.add((q_nope.shape[1], given.w_kc.shape[0], given.w_kc.stride()))
+            return SOUND.q(q_nope, given)
+
+        def v(self, attn_out: torch.Tensor, given: Sample) -> torch.Tensor:
+            seen.add((attn_out.shape[1], given.w_vc.shape[0], given.w_vc.stride()))
+            return SOUND.v(attn_out, given)
+
+    one = sample()
+    w_kc, w_vc = (torch.cat([w.transpose(1, 2)] * (heads // HEADS)).transpose(1, 2) for w in (one.w_kc, one.w_vc))
+    assert run_canary([replace(one, w_kc=w_kc, w_vc=w_vc)], Watched()) == 1
+    taken = min(heads, 8)
+    assert seen == {(taken, taken, one.w_kc.stride()), (taken, taken, one.w_vc.stride())}
+
+
 @pytest.mark.parametrize(
     "fault",
     [

@@ -13,6 +13,7 @@ import math
 import torch
 
 from weightprep.formats import EncodedShape, Encoding
+from weightprep.formats.e4m3 import decode_e4m3fn
 from weightprep.transforms import Bundle, StepContext
 from weightprep.transforms.dequantize import dequantize
 from weightprep.transforms.stored_absorbed import reassemble
@@ -74,6 +75,7 @@ def _prepared_rows(prepared: Bundle, head: int, shape: torch.Size) -> torch.Tens
 
 
 def _numbers(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    numbers = weight.to(torch.float32)
+    # a NaN code comes out as 480; the contract of the tensor refuses it
+    numbers = decode_e4m3fn(weight) if weight.dtype is torch.float8_e4m3fn else weight.to(torch.float32)
     # with bf16+fp8 one of the two weights has no scale
     return numbers if scale is None or weight.dtype is torch.bfloat16 else numbers.mul_(scale)
