@@ -19,6 +19,11 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from weightprep.cli import app
+from weightprep.convert.files import FileRunner, StoppedError, Unwatched
+from weightprep.convert.options import ConvertOptions, LinkMode
+from weightprep.convert.partial import make_directories, stop_file_of
+from weightprep.convert.planner import make_plan
+from weightprep.convert.ray_executor import StopFile
 from weightprep.synth import synthesize
 
 # No statistics to anyone, and no token file in the home directory.
@@ -205,3 +210,38 @@ def test_without_the_extra(source: Path, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "pip install 'weightprep[ray]'" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+class _Forgotten:
+    def add(self, entry: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("when", ["before", "within a file", "its directory is gone"])
+def test_a_worker_leaves_off_when_its_run_is_stopped(source: Path, tmp_path: Path, when: str) -> None:
+    plan = make_plan(ConvertOptions(source, tmp_path / "dst", link=LinkMode.COPY, workers=1))
+    partial = plan.options.partial
+    make_directories(partial)
+    stop = StopFile(stop_file_of(partial, "run"))
+    copied: list[int] = []
+
+    class Watch(Unwatched):
+        def advance(self, file: str, nbytes: int) -> None:
+            copied.append(nbytes)
+            if when == "within a file":
+                stop.set()
+
+    if when == "before":
+        stop.set()
+    elif when == "its directory is gone":
+        shutil.rmtree(partial / "unfinished")
+    runner = FileRunner(plan, _Forgotten(), Watch(), stop=StopFile(stop_file_of(partial, "run")))
+    with pytest.raises(StoppedError):
+        runner.run([job for job in plan.jobs if job.rewritten][:1])
+    assert len(copied) == (when == "within a file")
+    assert runner.entries == {}
+    assert [path for path in partial.rglob("*") if path.is_file() and path != stop_file_of(partial, "run")] == []
+
+    stop.clear()
+    make_directories(partial)
+    FileRunner(plan, _Forgotten(), Unwatched(), stop=stop).run(plan.jobs)

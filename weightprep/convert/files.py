@@ -23,7 +23,16 @@ from weightprep.convert.placing import place_file, replace_file, sync_file
 from weightprep.convert.plan import ConversionPlan, ModuleJob, ShardJob, SourceStamp
 from weightprep.errors import CheckpointError
 
-__all__ = ["FileRunner", "Progress", "Records", "ResumableError", "Stop", "Unwatched", "check_unchanged"]
+__all__ = [
+    "FileRunner",
+    "Progress",
+    "Records",
+    "ResumableError",
+    "Stop",
+    "StoppedError",
+    "Unwatched",
+    "check_unchanged",
+]
 
 
 _P = ParamSpec("_P")
@@ -74,7 +83,7 @@ class Stop(Protocol):
         """Whether somebody has."""
 
 
-class _StoppedError(Exception):
+class StoppedError(Exception):
     """This file was given up because another one failed, or because of an interrupt."""
 
 
@@ -134,20 +143,20 @@ class FileRunner:
     def _guarded(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """What `work` returns, in a thread: its failure, if it is the first one, is the run's, and ends the others.
 
-        :raises _StoppedError: it failed, or was given up
+        :raises StoppedError: it failed, or was given up
         """
         try:
             return work(*args, **kwargs)
         except BaseException as error:
             with self._lock:
-                if self._failure is None and not isinstance(error, _StoppedError):
+                if self._failure is None and not isinstance(error, StoppedError):
                     self._failure = error
             self._stop.set()
-            raise _StoppedError from None
+            raise StoppedError from None
 
     def _one(self, job: ShardJob, converting: Executor | None) -> None:
         if self._stop.is_set():
-            raise _StoppedError
+            raise StoppedError
         final = tree_of(self._plan.options.partial) / job.name
         final.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_of(self._plan.options.partial, job.name, self._attempt)
@@ -158,7 +167,7 @@ class FileRunner:
             with contextlib.ExitStack() as moving:
                 moving.enter_context(self._moving)
                 if self._stop.is_set():
-                    raise _StoppedError
+                    raise StoppedError
                 self._progress.begin(job.name, job.nbytes)
                 check_unchanged(stamps)
                 if job.rewritten:
@@ -208,7 +217,7 @@ class FileRunner:
     def _convert(self, module: ModuleJob, job: ShardJob, writer: ShardWriter) -> ModuleRecord:
         """In a function of its own, so that one module's tensors are gone before the next one's are read."""
         if self._stop.is_set():
-            raise _StoppedError
+            raise StoppedError
         dims, file = self._plan.model.dims, self._plan.options.listed(job.name)
         if has_table(module):
             return convert_by_table(module, dims, file, writer.write_slices)
@@ -220,7 +229,7 @@ class FileRunner:
     def _on_bytes(self, job: ShardJob) -> Callable[[int], None]:
         def advance(nbytes: int) -> None:
             if self._stop.is_set():
-                raise _StoppedError
+                raise StoppedError
             self._progress.advance(job.name, nbytes)
 
         return advance

@@ -26,7 +26,7 @@ from weightprep.convert.plan import ConversionPlan, ShardJob
 from weightprep.convert.planner import plan_contents
 from weightprep.errors import CheckpointError, EngineError, WeightprepError
 
-__all__ = ["RayRunner", "ray_cluster"]
+__all__ = ["RayRunner", "StopFile", "ray_cluster"]
 
 # A file whose worker died is given to another this often: one that is too large for every node must not go on for ever.
 _RETRIES = 3
@@ -117,7 +117,7 @@ class RayRunner:
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
         width = options.workers * max(len(nodes), 1)
         run = uuid.uuid4().hex
-        stop = _StopFile(stop_file_of(self._plan.options.partial, run))
+        stop = StopFile(stop_file_of(self._plan.options.partial, run))
         left = list(reversed(jobs))
         running: dict[Any, ShardJob] = {}
         try:
@@ -183,7 +183,7 @@ def _absolute(options: ConvertOptions) -> ConvertOptions:
     )
 
 
-class _StopFile:
+class StopFile:
     """Stops the workers of a run through the file system that they share."""
 
     def __init__(self, path: Path) -> None:
@@ -221,7 +221,7 @@ def _write(options: ConvertOptions, identity: str, name: str, run: str) -> _Writ
     plan = _plan(dataclasses.replace(options, workers=1), identity)
     (job,) = (job for job in plan.jobs if job.name == name)
     # A name of its own for every attempt: a worker that was given up and lives on must not meet its successor's file.
-    stop = _StopFile(stop_file_of(options.partial, run))
+    stop = StopFile(stop_file_of(options.partial, run))
     runner = FileRunner(plan, _Unwritten(), Unwatched(), attempt=uuid.uuid4().hex, stop=stop)
     runner.run([job])
     (placed,) = runner.placed
