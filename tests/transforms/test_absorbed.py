@@ -18,7 +18,7 @@ from sources import meaning, source
 from weightprep.errors import CheckpointError, RecipeError
 from weightprep.formats import EncodedShape, Encoding
 from weightprep.formats.mx import quantize_mxfp4
-from weightprep.transforms import Bundle, StepContext, make_step, run_steps
+from weightprep.transforms import Bundle, StepContext, make_step, measure_amax, run_steps
 
 DIMS = {"heads": 4, "nope": 192, "v": 256, "rank": 512}
 
@@ -109,6 +109,43 @@ def test_fnuz_codes_are_those_of_sglangs_normalization() -> None:
     theirs, scale, _ = normalize_e4m3fn_to_e4m3fnuz(fn["w_kc"].contiguous().clone(), fn["w_scale"])
     assert torch.equal(fnuz["w_kc"].contiguous().view(torch.uint8), theirs.view(torch.uint8))
     assert fnuz["w_scale"].item() == scale.item()
+
+
+def fp8_by_definition(values: np.ndarray, amax: np.float32) -> tuple[np.ndarray, np.float32]:
+    m = np.float32(448) * (np.float32(1) / amax)
+    return np.clip(values * m, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8), np.float32(1) / m
+
+
+def test_w_vc_alone_in_fp8_has_the_scale_of_its_own_rows() -> None:
+    bundle = kv_b(DIMS, Encoding.FP32)
+    # keys a hundred times as large as values: their scale would leave the values two bits
+    torch.unflatten(bundle["weight"], 0, (DIMS["heads"], -1))[:, : DIMS["nope"]] *= 100
+    w_kc, w_vc = halves(meaning(bundle), DIMS)
+    alone = [*steps("split_kv_b", "quantize_w_vc")]
+    measured = measure_amax(alone, bundle, StepContext(dims=DIMS))
+    assert measured is not None
+    np.testing.assert_array_equal(measured.numpy(), [np.abs(w_vc).max()])
+    for amax in (None, 2 * measured):
+        result = run_steps(alone, bundle, StepContext(dims=DIMS, amax=amax))
+        wanted, scale = fp8_by_definition(w_vc, measured.numpy()[0] * np.float32(1 if amax is None else 2))
+        np.testing.assert_array_equal(result["w_vc"].contiguous().view(torch.uint8).numpy(), wanted)
+        assert result["w_scale"].item() == scale
+        np.testing.assert_array_equal(
+            result["w_kc"].view(torch.uint16).numpy(), w_kc.astype(ml_dtypes.bfloat16).view(np.uint16)
+        )
+
+
+@pytest.mark.parametrize(("row", "value"), [(0, 3.4e38), (0, float("nan")), (192, float("inf")), (192, float("nan"))])
+def test_w_vc_alone_in_fp8_refuses_what_is_not_finite_in_either(row: int, value: float) -> None:
+    bundle = kv_b(DIMS, Encoding.FP32)
+    # 3.4e38 is a float32, and infinite in bf16
+    bundle["weight"][row, 7] = value
+    alone = [*steps("split_kv_b", "quantize_w_vc")]
+    with pytest.raises(CheckpointError, match=r"layer\.weight: found a NaN or an infinity"):
+        run_steps(alone, bundle, StepContext(dims=DIMS, name="layer.weight"))
+    measured = measure_amax(alone, bundle, StepContext(dims=DIMS))
+    assert measured is not None
+    assert torch.isinf(measured).all() == (row >= DIMS["nope"])
 
 
 def awkward_values() -> torch.Tensor:

@@ -105,6 +105,8 @@ def test_non_finite_weights_reach_every_rank_as_infinity(value: float) -> None:
     good, bad = torch.ones(4, 32).bfloat16(), torch.ones(4, 32).bfloat16()
     bad[0, 0] = value
     measured = [measure_amax(STEPS, float_bundle(weight), CONTEXT) for weight in (good, bad)]
+    # a reduction of the GPU's may drop a NaN
+    assert [value[0].item() for value in measured if value is not None] == [1, float("inf")]
     agreed = torch.stack([value for value in measured if value is not None]).amax(0)
     for weight in (good, bad):
         with pytest.raises(CheckpointError, match="NaN or an infinity"):
