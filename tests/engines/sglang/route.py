@@ -7,12 +7,18 @@ Prints JSON: the version of the sglang that was imported, and the classes that w
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from releases import prepare_import
+
+from weightprep.engines.sglang import prepare, versions
 
 
 def main() -> None:
@@ -39,6 +45,7 @@ def main() -> None:
                 "plain": _loader("auto", "{}"),
                 "unknown key": _loader(args.load_format, '{"target": "gfx950", "nonsense": 1}'),
                 "modelopt": _loader(args.load_format, args.model_loader_extra_config, "modelopt_fp8"),
+                "updates": {str(name): _update(name) for name in (None, "direct", "route._custom_weight_loader")},
                 "remote": _refusal([*flags, "--load-format", "weightprep", "--model-path", "s3://bucket/model"]),
                 "ray": _refusal([*flags, "--load-format", "weightprep", "--use-ray"]),
             }
@@ -47,8 +54,6 @@ def main() -> None:
 
 
 def _loader(load_format: str, extra: str, quantization: str | None = None) -> str:
-    from types import SimpleNamespace
-
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.model_loader.loader import get_model_loader
 
@@ -58,6 +63,59 @@ def _loader(load_format: str, extra: str, quantization: str | None = None) -> st
         return type(get_model_loader(load_config, config if quantization else None)).__name__
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+def _custom_weight_loader(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """A user's own, as --custom-weight-loader names it."""
+    for name, tensor in named_tensors:
+        model.get_parameter(name).data.copy_(tensor)
+
+
+class _Model(torch.nn.Linear):
+    """A prepared model as far as an update knows it; writes down what is called."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1, bias=False)
+        self.calls: list[str] = []
+        vars(self)[prepare._STATE] = None
+
+    def load_weights(self, weights: Any) -> None:
+        self.calls.append("load_weights")
+
+    def post_load_weights(self) -> None:
+        self.calls.append(f"post_load_weights with {float(self.weight)}")
+
+
+def _update(load_format: str | None) -> list[str]:
+    """What this release's update_weights_from_tensor, hooked when the loader was made, calls on a prepared model."""
+    root = versions.installed_root()
+    assert root is not None
+    place, _, method = str(versions.UPDATE_FROM_TENSOR.found(root)).rpartition(".")
+    module, _, owner = place.rpartition(".")
+    model, custom = _Model(), ["route._custom_weight_loader"]
+    updater = SimpleNamespace(
+        model=model,
+        get_model=lambda: model,
+        device="cpu",
+        tp_rank=0,
+        custom_weight_loaders=custom,
+        server_args=SimpleNamespace(custom_weight_loader=custom),
+        _assert_weight_cache_inactive=lambda operation: None,
+    )
+    update = getattr(getattr(importlib.import_module(module), owner), method)
+    with _as_rank_0():
+        done, message = update(updater, [("weight", torch.full((1, 1), 7.0))], load_format)
+    assert done, message
+    return model.calls
+
+
+def _as_rank_0() -> AbstractContextManager[Any]:
+    """Newer releases ask the process for its rank, not the updater."""
+    try:
+        from sglang.srt.runtime_context import get_parallel
+    except ImportError:
+        return nullcontext()
+    return get_parallel().override(tp_rank=0)  # type: ignore[no-any-return]
 
 
 def _refusal(flags: list[str]) -> str:

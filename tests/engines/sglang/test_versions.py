@@ -75,6 +75,18 @@ def test_what_would_replace_the_loader_is_refused(
     assert route[situation].startswith(refusal)
 
 
+@pytest.mark.parametrize("version", RELEASES)
+def test_copies_that_call_nothing_are_followed(version: str, routes: dict[str, dict[str, Any] | str | None]) -> None:
+    route = routes[version]
+    if route is None:
+        pytest.skip(f"no wheel of sglang {version}: its direct weight updates are not covered")
+    assert isinstance(route, dict), route
+    prepared = ["post_load_weights with 7.0"]
+    # a real model's load_weights calls post_load_weights itself
+    wanted = {"None": ["load_weights"], "direct": prepared, "route._custom_weight_loader": prepared}
+    assert route["updates"] == wanted
+
+
 @pytest.mark.parametrize("version", ["0.5.12", "0.5.15"])
 def test_modelopt_branch_of_old_releases_is_refused(
     version: str, routes: dict[str, dict[str, Any] | str | None]
@@ -83,7 +95,7 @@ def test_modelopt_branch_of_old_releases_is_refused(
     if route is None:
         pytest.skip(f"no wheel of sglang {version}: its ModelOpt branch is not covered")
     assert isinstance(route, dict), route
-    assert route["modelopt"].startswith("EngineError: --load-format weightprep: found sglang")
+    assert route["modelopt"].startswith("EngineError: --load-format weightprep: found sglang chose another loader")
 
 
 @pytest.mark.parametrize("version", RELEASES)

@@ -107,7 +107,7 @@ def _choose(original: Callable[..., Any], load_config: Any, *args: Any, **kwargs
         raise
     except Exception as error:
         # the loader that was chosen instead stumbles over our keys
-        raise _not_ours(f"sglang's choice failed: {error}") from error
+        raise _not_ours(f"sglang chose another loader, which failed: {error}") from error
     if not isinstance(loader, WeightprepLoader):
         raise _not_ours(f"sglang chose {type(loader).__name__} for this model")
     return loader
