@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from weightprep.checkpoint.config import MAX_CONFIG_BYTES, read_config
+from weightprep.checkpoint.config import MAX_CONFIG_BYTES, find_quantization, read_config
 from weightprep.errors import CheckpointError
 
 
@@ -24,6 +24,41 @@ def test_keeps_key_order_and_unknown_keys(tmp_path):
 def test_no_quantization(tmp_path, absent):
     (tmp_path / "config.json").write_text(json.dumps(absent))
     assert read_config(tmp_path).quantization is None
+
+
+FP8 = {"quant_method": "fp8"}
+IN_TEXT = "text_config.quantization_config"
+
+
+@pytest.mark.parametrize(
+    ("raw", "key", "found"),
+    [
+        ({}, "quantization_config", None),
+        ({"quantization_config": None, "compression_config": FP8}, "compression_config", FP8),
+        ({"quantization_config": FP8, "text_config": {"quantization_config": {}}}, "quantization_config", FP8),
+        (
+            {"text_config": {"quantization_config": FP8}, "compression_config": {}},
+            "text_config.quantization_config",
+            FP8,
+        ),
+        # an empty one hides those behind it
+        ({"quantization_config": {}, "text_config": {"quantization_config": FP8}}, "quantization_config", None),
+        ({"quantization_config": {}, "compression_config": FP8}, "quantization_config", None),
+        (
+            {"text_config": {"quantization_config": {}}, "compression_config": FP8},
+            "text_config.quantization_config",
+            None,
+        ),
+    ],
+)
+def test_where_sglang_looks_we_look(tmp_path, raw, key, found):
+    assert find_quantization(raw) == (key, found)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert read_config(tmp_path).quantization == found
+    spec = pytest.importorskip("sglang.srt.model_loader.checkpoint_quantization", reason="sglang is not installed")
+    theirs = spec.resolve_checkpoint_quant_spec(raw)
+    assert (None if theirs is None else theirs.config or None) == found
+    assert theirs is None or theirs.source == key
 
 
 def test_quantization_of_a_wrapper_and_of_modelopt(tmp_path):
@@ -64,6 +99,9 @@ def test_block_size(tmp_path, block, expected):
         '{"text_config": [1]}',
         '{"quantization_config": [1]}',
         '{"quantization_config": "fp8"}',
+        '{"quantization_config": ""}',
+        '{"quantization_config": []}',
+        '{"quantization_config": false}',
         '{"x": ' + "9" * 5000 + "}",
         "[" * 200_000,
     ],

@@ -310,3 +310,12 @@ def test_modules_that_cannot_be_dequantized(tmp_path, tensors, message):
     with pytest.raises(CheckpointError) as caught:
         find_module(module_checkpoint(tmp_path, tensors).tensors, "l")
     assert message in str(caught.value)
+
+
+def test_a_shard_whose_name_is_no_text_is_refused(tmp_path):
+    """No index, manifest or journal could name it."""
+    save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").rename(tmp_path / os.fsdecode(b"model\xff.safetensors"))
+    with pytest.raises(CheckpointError, match="plain file name"):
+        Checkpoint.open(tmp_path)

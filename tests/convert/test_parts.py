@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,17 @@ def test_overwrite_begins_again(root: Path) -> None:
     code, out, _ = convert(root, "--overwrite")
     assert code == 0
     assert ": 4 module(s) converted" in out
+
+
+@pytest.mark.parametrize("name", ["a\u2028b\x85c\x1cd.safetensors", "模型\x9b1m\u202e.safetensors"])
+def test_a_shard_of_any_name_is_found_finished(tmp_path: Path, name: str) -> None:
+    """Other ends of a line than the journal's own, and what a terminal would act on."""
+    source = synthesize(tmp_path / "src", layers=1, shards=1)
+    (source / "model.safetensors").rename(source / name)
+    assert convert(tmp_path, "--part", "1/1")[0] == 0
+    (line,) = (tmp_path / "dst.partial" / "journal-1-of-1.jsonl").read_text().splitlines()
+    assert line.isascii()
+    assert json.loads(line)["file"] == name
+    code, _, message = convert(tmp_path, "--finish")
+    assert code == 0, message
+    assert (tmp_path / "dst" / name).exists()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +150,47 @@ def test_entries_that_name_nothing_are_listed(tmp_path: Path) -> None:
     arguments = ["convert", str(source), str(tmp_path / "dst"), "--requantize", "--dry-run", "--json"]
     document = json.loads(CliRunner().invoke(app, arguments).stdout)
     assert document["unmatched_excludes"] == ["model.layers.0.self_attn.indexers_proj"]
+
+
+SGLANG_METHOD = """
+import sys
+from sglang.srt.configs.model_config import ModelConfig
+for path in sys.argv[1:]:
+    try:
+        print("method", ModelConfig(path).quantization)
+    except ValueError as error:
+        print("method", str(error).split(".")[0])
+"""
+
+
+def test_an_empty_quantization_config_is_none_and_is_replaced(tmp_path: Path) -> None:
+    """sglang refuses the source, because of a method without a name, and reads the result."""
+    pytest.importorskip("sglang", reason="sglang is not installed")
+    source = synthesize(tmp_path / "src", layers=2)
+    path = source / "config.json"
+    before = json.loads(path.read_text())
+    path.write_text(json.dumps({**before, "quantization_config": {}}))
+
+    after, destination = convert(source)
+
+    assert after["quantization_config"]["quant_method"] == "fp8"
+    assert CliRunner().invoke(app, ["verify", str(source), str(destination)]).exit_code == 0
+    assert {key: value for key, value in after.items() if key != "quantization_config"} == before
+    arguments = [sys.executable, "-c", SGLANG_METHOD, str(source), str(destination)]
+    environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1"}
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment)
+    told = [line for line in done.stdout.splitlines() if line.startswith("method ")]
+    assert told == ["method Unknown quantization method: ", "method fp8"]
+
+
+def test_an_empty_quantization_config_says_nothing_of_quantized_tensors(tmp_path: Path) -> None:
+    source = synthesize(tmp_path / "src", layers=2, encoding="fp8_block")
+    path = source / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {}}))
+    done = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "dst"), "--requantize"])
+    assert done.exit_code == 2
+    assert "none, and a quantized tensor beside it" in done.stderr
+    assert "--layout sidecar" in done.stderr
 
 
 def test_quark_is_understood_by_sglang(tmp_path: Path) -> None:

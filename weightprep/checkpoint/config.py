@@ -29,7 +29,7 @@ HF_QUANT_CONFIG_NAME = "hf_quant_config.json"
 # An expanded exclude list of a 1.5 TB model takes about 100 kB.
 MAX_CONFIG_BYTES = 64 * 2**20
 
-# sglang takes the first of these that is there (model_loader/checkpoint_quantization.py).
+# sglang takes the first of these that is not null (model_loader/checkpoint_quantization.py).
 _QUANTIZATION = (("quantization_config",), ("text_config", "quantization_config"), ("compression_config",))
 
 
@@ -60,14 +60,15 @@ class ModelConfig:
 def find_quantization(raw: Mapping[str, object]) -> tuple[str, object]:
     """The dotted key of config.json under which the quantization of the model stands, and what stands there.
 
-    The object is the one in `raw`, not a copy. Where there is none: `quantization_config` and None.
+    The object is the one in `raw`, not a copy. Where there is none: `quantization_config` and None. An empty object
+    says nothing, and hides those after it from sglang, which then refuses the checkpoint: its key and None.
     """
     for path in _QUANTIZATION:
         value: object = raw
         for key in path:
             value = value.get(key) if isinstance(value, Mapping) else None
-        if value:
-            return ".".join(path), value
+        if value is not None:
+            return ".".join(path), value if value != {} else None
     return "quantization_config", None
 
 

@@ -30,7 +30,8 @@ def check_name(name: str, *, named_by: object) -> None:
         not name
         or name in (".", "..")
         or any(character in name for character in "/\\\0")
-        or len(name.encode("utf-8", "surrogatepass")) > _MAX_NAME_BYTES
+        or not _is_utf8(name)
+        or len(name.encode()) > _MAX_NAME_BYTES
     ):
         raise CheckpointError(
             named_by,
@@ -38,6 +39,11 @@ def check_name(name: str, *, named_by: object) -> None:
             wanted="a plain file name inside the checkpoint directory",
             remedy="do not use this checkpoint unless you know who wrote it; its index points elsewhere",
         )
+
+
+def _is_utf8(name: str) -> bool:
+    # as no index, manifest or journal could name it
+    return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def _resolve(root: Path, path: Path) -> Path:

@@ -228,6 +228,7 @@ def _without_index(root: Path, present: dict[str, Path], files: Mapping[Path, Pa
             remedy="fetch the index from the model's repository: without it nobody can tell whether a shard is missing",
         )
     for name in present:
+        check_name(name, named_by=root)
         numbered = _NUMBERED.search(name)
         if numbered and int(numbered[2]) > 1:
             raise CheckpointError(

@@ -196,7 +196,8 @@ class Journal:
             "bytes": entry.nbytes,
             "modules": [record.model_dump(mode="json") for record in entry.modules],
         }
-        os.write(self._fd, (json.dumps(line, ensure_ascii=False) + "\n").encode())
+        # In ASCII, so that no character of a name ends the line for whoever reads it.
+        os.write(self._fd, (json.dumps(line) + "\n").encode())
         os.fsync(self._fd)
 
     def _end_line(self) -> None:
