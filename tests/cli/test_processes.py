@@ -178,7 +178,7 @@ def test_no_estimate_where_a_sample_has_no_room(source: Path, tmp_path: Path) ->
     try:
         document = json.loads(run("convert", source, tmp_path / "dst", "--dry-run", "--json").stdout)
     finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
     assert document["estimate"] is None
 
 
@@ -192,7 +192,7 @@ def test_dry_run_and_convert_agree_on_the_space(source: Path, tmp_path: Path) ->
         planned = run("convert", source, tmp_path / "dst", "--dry-run")
         refused = run("convert", source, tmp_path / "dst", "--json")
     finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
     assert planned.returncode == 0
     assert "GB are free there, so convert would not begin\n" in planned.stdout
     assert refused.returncode == 2

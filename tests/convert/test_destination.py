@@ -16,23 +16,14 @@ from typer.testing import CliRunner, Result
 from weightprep.checkpoint.paths import walk_files
 from weightprep.cli import app
 from weightprep.convert.execute import execute
+from weightprep.convert.files import Unwatched
 from weightprep.convert.options import ConvertOptions, LinkMode
 from weightprep.convert.planner import make_plan
 from weightprep.errors import CheckpointError
 from weightprep.synth import synthesize
 
 
-class Silent:
-    """Progress that nobody looks at."""
-
-    def begin(self, file: str, nbytes: int) -> None: ...
-
-    def advance(self, file: str, nbytes: int) -> None: ...
-
-    def end(self, file: str) -> None: ...
-
-
-class AtEnd(Silent):
+class AtEnd(Unwatched):
     """Does something when the first file is finished."""
 
     def __init__(self, act: Callable[[], None]) -> None:
@@ -125,7 +116,7 @@ class TestReplacing:
             assert convert(source, destination, "--link", "copy", "--overwrite").exit_code == 130
         assert not destination.exists()
 
-        class Interrupted(Silent):
+        class Interrupted(Unwatched):
             def begin(self, file: str, nbytes: int) -> None:
                 raise KeyboardInterrupt
 
@@ -255,7 +246,7 @@ def test_finished_copies_need_no_space_again(source: Path, tmp_path: Path, monke
         with monkeypatch.context() as patch:
             patch.setattr(os, "statvfs", lambda _: Full)
             with pytest.raises(CheckpointError) as error:
-                execute(make_plan(ConvertOptions(source, tmp_path / target, link=LinkMode.COPY)), Silent())
+                execute(make_plan(ConvertOptions(source, tmp_path / target, link=LinkMode.COPY)), Unwatched())
         asked.append(int(error.value.wanted.split()[0].replace(",", "")))
     assert asked[0] - asked[1] == size
 

@@ -23,6 +23,7 @@ from sources import ENCODINGS, source
 from weightprep.checkpoint.reader import find_module, read_tensor
 from weightprep.checkpoint.repository import Checkpoint
 from weightprep.convert.execute import execute
+from weightprep.convert.files import Unwatched
 from weightprep.convert.options import ConvertOptions, Layout
 from weightprep.convert.plan import ConversionPlan, Fate
 from weightprep.convert.planner import make_plan
@@ -38,16 +39,6 @@ SUFFIXES = {
     Encoding.MXFP4: (".weight_scale",),
 }
 Tensors = dict[str, torch.Tensor]
-
-
-class Silent:
-    """Progress that nobody looks at."""
-
-    def begin(self, file: str, nbytes: int) -> None: ...
-
-    def advance(self, file: str, nbytes: int) -> None: ...
-
-    def end(self, file: str) -> None: ...
 
 
 @st.composite
@@ -152,7 +143,7 @@ def test_invariants_of_a_conversion(
         assert not planned & set(plan.model.kept)
         if not plan.modules:
             return
-        execute(plan, Silent())
+        execute(plan, Unwatched())
         assert verify(src, dst).findings == ()
 
         after = read(dst)
@@ -188,5 +179,5 @@ def test_a_sidecar_passes_every_tensor(
         assert sorted(fate.name for fate in plan.fates) == sorted(before)
         assert {fate.fate for fate in plan.fates} == {Fate.PASSED}
         if plan.modules:
-            execute(plan, Silent())
+            execute(plan, Unwatched())
             assert {name: raw(tensor) for name, tensor in read(dst).items()} == {n: raw(t) for n, t in before.items()}

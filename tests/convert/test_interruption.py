@@ -23,20 +23,11 @@ from typer.testing import CliRunner
 
 from weightprep.cli import app
 from weightprep.convert.execute import execute
+from weightprep.convert.files import Unwatched
 from weightprep.convert.options import ConvertOptions, Layout, LinkMode
 from weightprep.convert.planner import make_plan
 from weightprep.errors import CheckpointError, WeightprepError
 from weightprep.synth import synthesize
-
-
-class Silent:
-    """Progress that nobody looks at."""
-
-    def begin(self, file: str, nbytes: int) -> None: ...
-
-    def advance(self, file: str, nbytes: int) -> None: ...
-
-    def end(self, file: str) -> None: ...
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +47,7 @@ def options(source: Path, destination: Path, **changes: object) -> ConvertOption
 
 
 def convert(source: Path, destination: Path, **changes: object) -> None:
-    execute(make_plan(options(source, destination, **changes)), Silent())
+    execute(make_plan(options(source, destination, **changes)), Unwatched())
 
 
 # Imports once and forks for every conversion, so that a kill hits the conversion and not the start of Python.
@@ -135,6 +126,8 @@ def test_forty_kills_then_resume_gives_the_same_bytes(
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
         forks.wait()
+        # the load of the machine changes meanwhile, and kills have to come neither too early nor too late
+        whole *= 0.7 if destination.exists() else 1.1
     if not destination.exists():
         convert(source, destination, workers=2)
 
@@ -250,7 +243,7 @@ def test_full_disk(source: Path, tmp_path: Path) -> None:
         assert "bytes free" in result.stderr
         assert list(mount.iterdir()) == []
     finally:
-        subprocess.run(["umount", str(mount)], check=True)
+        subprocess.run(["umount", "--lazy", str(mount)], check=True)
 
 
 @pytest.fixture
@@ -262,7 +255,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() or subprocess.run(command, check=False).returncode:
         pytest.skip("cannot mount a tmpfs here; a disk that fills up during the run is only injected, not tried")
     yield mount
-    subprocess.run(["umount", str(mount)], check=True)
+    subprocess.run(["umount", "--lazy", str(mount)], check=True)
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -272,7 +265,7 @@ def test_disk_that_fills_up_during_the_run(
     """Somebody else takes the space that was free when it was checked."""
     destination, ballast = small_disk / "dst", small_disk / "ballast"
 
-    class Meanwhile(Silent):
+    class Meanwhile(Unwatched):
         def end(self, file: str) -> None:
             with contextlib.suppress(OSError), ballast.open("ab", buffering=0) as taken:
                 while True:
@@ -341,7 +334,7 @@ def test_every_file_is_on_the_disk_before_it_gets_its_name(
 
 
 def test_people_can_read_plan_and_journal(source: Path, tmp_path: Path) -> None:
-    class Interrupted(Silent):
+    class Interrupted(Unwatched):
         def end(self, file: str) -> None:
             raise KeyboardInterrupt
 
@@ -408,7 +401,7 @@ def test_source_that_changes_after_the_plan(tmp_path: Path, change: Callable[[Pa
     change(source / "model-00002-of-00003.safetensors")
 
     with pytest.raises(CheckpointError, match="what the plan was made from"):
-        execute(plan, Silent())
+        execute(plan, Unwatched())
 
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
 
@@ -416,7 +409,7 @@ def test_source_that_changes_after_the_plan(tmp_path: Path, change: Callable[[Pa
 def test_source_that_changes_between_two_runs(tmp_path: Path) -> None:
     source = synthesize(tmp_path / "src", shards=3)
 
-    class Interrupted(Silent):
+    class Interrupted(Unwatched):
         def end(self, file: str) -> None:
             raise KeyboardInterrupt
 
@@ -435,11 +428,11 @@ def test_second_conversion_into_one_destination_is_refused(source: Path, tmp_pat
     other = make_plan(options(source, tmp_path / "dst", workers=1, nextn="keep", overwrite=True))
     refused = []
 
-    class Meanwhile(Silent):
+    class Meanwhile(Unwatched):
         def end(self, file: str) -> None:
             for plan in (second, other):
                 with pytest.raises(CheckpointError) as error:
-                    execute(plan, Silent())
+                    execute(plan, Unwatched())
                 refused.append(error.value.found)
 
     execute(first, Meanwhile())
@@ -501,4 +494,4 @@ class TestLinks:
 
 def convert_linked(source: Path, destination: Path, link: LinkMode, *, overwrite: bool = False) -> None:
     chosen = ConvertOptions(source, destination, link=link, overwrite=overwrite, layout=Layout.INLINE)
-    execute(make_plan(chosen), Silent())
+    execute(make_plan(chosen), Unwatched())

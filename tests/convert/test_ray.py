@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -29,7 +30,8 @@ from weightprep.synth import synthesize
 # No statistics to anyone, and no token file in the home directory.
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 WEIGHTPREP = [sys.executable, "-m", "weightprep"]
-DEADLINE = 180.0
+# Not a measure of speed: what takes this long hangs, on a machine with other work as well.
+DEADLINE = 600.0
 
 
 def hashes(root: Path) -> dict[str, str]:
@@ -115,11 +117,16 @@ def test_a_killed_worker_changes_no_byte(source: Path, tmp_path: Path, reference
         partial = tmp_path / f"dst{number}.partial"
         hit = False
         while not hit and conversion.poll() is None:
+            time.sleep(0.001)
             found = writer_of_an_unfinished_file(partial)
-            if found is not None:
-                os.kill(found[0], signal.SIGKILL)
-                # still there: the worker had not come to the rename that finishes it
+            if found is None:
+                continue
+            with contextlib.suppress(ProcessLookupError):
+                # Held, so that it cannot come to the rename that finishes the file between the look and the kill: a
+                # worker is given up after a few kills of any kind.
+                os.kill(found[0], signal.SIGSTOP)
                 hit = found[1].exists()
+                os.kill(found[0], signal.SIGKILL if hit else signal.SIGCONT)
         code, out, errors = finish(conversion)
         assert code == 0, errors
         document = json.loads(out)
@@ -143,7 +150,7 @@ def test_a_local_run_goes_on_where_the_cluster_stopped(
             time.sleep(0.002)
         conversion.kill()
         finish(conversion)
-        if not destination.exists():
+        if not destination.exists() and journal.read_bytes().count(b"\n") < 6:
             break
 
     arguments = [str(source), str(destination), "--link", "copy", "--json"]
