@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from weightprep.cli import app
 from weightprep.errors import RecipeError
 from weightprep.recipe import find_recipe, load_recipe, resolve
 
@@ -37,3 +39,8 @@ def test_a_config_without_the_key_is_the_configs() -> None:
 def test_an_unknown_architecture_is_told_how_to_begin() -> None:
     with pytest.raises(RecipeError, match=r"weightprep recipes show deepseek_v3 > my_mla.yaml"):
         find_recipe("MyMlaForCausalLM")
+
+
+def test_the_verdict_on_a_recipe_is_a_result() -> None:
+    done = CliRunner().invoke(app, ["recipes", "check", "glm_moe_dsa"])
+    assert (done.exit_code, done.stdout) == (0, "glm_moe_dsa: sound, 1 module(s)\n")

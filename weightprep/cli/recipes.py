@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from weightprep.cli.output import command, print_json, print_lines, say
+from weightprep.cli.output import command, print_json, print_lines
 
 __all__ = ["recipes"]
 
@@ -67,7 +67,7 @@ def check(file: Annotated[str, typer.Argument(help="Recipe name or YAML file.")]
     if json:
         print_json("recipe-check", {"name": recipe.name, "hash": recipe.hash, "modules": list(recipe.modules)})
     else:
-        say(f"{recipe.name}: sound, {len(recipe.modules)} module(s)")
+        print_lines(f"{recipe.name}: sound, {len(recipe.modules)} module(s)")
     return None
 
 
