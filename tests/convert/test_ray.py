@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from file_hashes import hashes
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -32,14 +32,6 @@ QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 WEIGHTPREP = [sys.executable, "-m", "weightprep"]
 # Not a measure of speed: what takes this long hangs, on a machine with other work as well.
 DEADLINE = 600.0
-
-
-def hashes(root: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(root.rglob("*"))
-        if path.is_file()
-    }
 
 
 @pytest.fixture(scope="module")
