@@ -20,6 +20,12 @@ def liar(bundle: Bundle, context: StepContext, *, times: int = 1) -> Bundle:
     return bundle
 
 
+@transform(requires=Form(False, FLOATS), ensures=lambda given: given, already=lambda bundle, context: bundle)
+def doubled(bundle: Bundle, context: StepContext) -> Bundle:
+    """Double a weight, which every weight is already."""
+    return Bundle({"weight": bundle["weight"] * 2}, bundle.encoded)
+
+
 class EntryPoint:
     """What importlib.metadata gives for one entry point."""
 
@@ -58,6 +64,12 @@ def test_a_step_that_makes_something_else_is_caught() -> None:
     step = Step(liar, {"times": 1})
     with pytest.raises(RecipeError, match=r"(?s)layer\.weight: step liar.*wanted a whole weight in mxfp4"):
         run_steps([step], source(Encoding.BF16, 4, 32), StepContext(name="layer.weight"))
+
+
+def test_a_pipeline_starts_behind_the_last_step_whose_result_it_was_given() -> None:
+    bundle = source(Encoding.BF16, 4, 32)
+    step = Step(doubled, {})
+    assert torch.equal(run_steps([step, step], bundle, StepContext())["weight"], bundle["weight"])
 
 
 @pytest.mark.parametrize(
