@@ -22,6 +22,8 @@ from weightprep.engines.sglang import prepare, versions
 
 
 def main() -> None:
+    # a third of the time that importing sglang takes, and of use on CUDA only; its absence is an ImportError to sglang
+    sys.modules["flashinfer"] = None  # type: ignore[assignment]
     prepare_import()
     from sglang.srt.plugins import load_plugins
 
