@@ -67,7 +67,7 @@ def test_a_known_architecture(tmp_path: Path, options: tuple[str, ...]) -> None:
     assert any(MAY_LEAVE_OUT in text for text in lines)
 
 
-def test_a_module_with_heads_of_very_different_size_is_named(tmp_path: Path) -> None:
+def test_heads_of_very_different_size_are_refused_by_the_worst_of_them(tmp_path: Path) -> None:
     synthesize(tmp_path / "src", layers=1, shards=1)
     (shard,) = (tmp_path / "src").glob("*.safetensors")
     tensors = load_file(shard)
@@ -75,5 +75,10 @@ def test_a_module_with_heads_of_very_different_size_is_named(tmp_path: Path) -> 
     # one value of one head; the others keep their amax of well below 1
     tensors[f"{name}.weight"][0, 0] = 3e4
     save_file(tensors, shard, {"format": "pt"})
-    (warning,) = [text for text in convert(tmp_path) if text.startswith("warning: ")]
-    assert name in warning
+    arguments = [sys.executable, "-m", "weightprep", "convert", "src", "dst"]
+    refused = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert f"error: {name}: found " in refused.stderr
+    assert "dB SQNR of its worst head (1 module(s) below the floor)" in refused.stderr
+    assert not (tmp_path / "dst").exists()
+    assert any("--allow-quality-loss" in text for text in convert(tmp_path, "--allow-quality-loss"))
