@@ -55,3 +55,15 @@ def sidecar_of() -> Callable[[Path, Path], Path]:
 def inline_of() -> Callable[[Path, Path], Path]:
     """Converts a checkpoint inline: (source, destination) -> destination."""
     return lambda source, destination: convert(source, destination, "inline")
+
+
+@pytest.fixture(scope="session")
+def sidecar(glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`glm` with a sidecar; tests that change it do so in a copy."""
+    return convert(glm, tmp_path_factory.mktemp("sidecar") / "model", "sidecar")
+
+
+@pytest.fixture(scope="session")
+def inline(glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`glm` converted inline; tests that change it do so in a copy."""
+    return convert(glm, tmp_path_factory.mktemp("inline") / "model", "inline")

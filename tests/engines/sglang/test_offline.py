@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import on_ranks
@@ -18,16 +17,6 @@ from tiny_models import LAYERS, scale_kv_b
 from typer.testing import CliRunner
 
 from weightprep.cli import app
-
-
-@pytest.fixture(scope="module")
-def sidecar(glm: Path, tmp_path_factory: pytest.TempPathFactory, sidecar_of: Callable[[Path, Path], Path]) -> Path:
-    return sidecar_of(glm, tmp_path_factory.mktemp("sidecar") / "model")
-
-
-@pytest.fixture(scope="module")
-def inline(glm: Path, tmp_path_factory: pytest.TempPathFactory, inline_of: Callable[[Path, Path], Path]) -> Path:
-    return inline_of(glm, tmp_path_factory.mktemp("inline") / "model")
 
 
 @pytest.mark.parametrize("draft", [False, True], ids=["decoder", "nextn"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import on_ranks
@@ -24,16 +24,6 @@ def many(request: pytest.FixtureRequest, glm: Path) -> Iterator[Ranks]:
     ranks = Ranks(request.param, str(glm))
     yield ranks
     ranks.close()
-
-
-@pytest.fixture(scope="module")
-def sidecar(glm: Path, tmp_path_factory: pytest.TempPathFactory, sidecar_of: Callable[[Path, Path], Path]) -> Path:
-    return sidecar_of(glm, tmp_path_factory.mktemp("sidecar") / "model")
-
-
-@pytest.fixture(scope="module")
-def inline(glm: Path, tmp_path_factory: pytest.TempPathFactory, inline_of: Callable[[Path, Path], Path]) -> Path:
-    return inline_of(glm, tmp_path_factory.mktemp("inline") / "model")
 
 
 def test_bytes_do_not_depend_on_the_number_of_ranks(
