@@ -167,6 +167,23 @@ def test_timings_of_something_else_are_refused(made: Path, tmp_path: Path) -> No
     assert not (tmp_path / "r.html").exists()
 
 
+def test_timings_of_the_same_conversion_to_another_place_are_refused(made: Path, tmp_path: Path) -> None:
+    again = CliRunner().invoke(app, ["convert", str(made / "src"), str(tmp_path / "again"), "--json"])
+    (tmp_path / "run.json").write_text(again.stdout)
+    arguments = ["-o", tmp_path / "r.html", "--run", tmp_path / "run.json"]
+    assert f"the run that made {tmp_path / 'again'}, not {made / 'dst'}" in refused(made / "dst", *arguments)
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_timings_are_found_from_another_folder(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(made)
+    relative = CliRunner().invoke(app, ["convert", "src", "relative", "--json"])
+    (tmp_path / "run.json").write_text(relative.stdout)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["report", str(made / "relative"), "-o", "r.html", "--run", "run.json"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+
+
 def test_help_names_the_extra() -> None:
     done = CliRunner().invoke(app, ["report", "--help"], env={"COLUMNS": "160", "NO_COLOR": "1"})
     assert "Needs `weightprep[report]`." in done.stdout

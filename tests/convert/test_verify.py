@@ -392,6 +392,35 @@ def test_config_that_hides_a_scale(spoiled: tuple[Path, Path]) -> None:
     assert [finding for finding in verify(source, result).findings if "config.json" in finding.subject]
 
 
+@pytest.mark.parametrize(
+    ("change", "place", "found", "wanted"),
+    [
+        (lambda text: text + "\n", "", "same content, other bytes", "the bytes that convert writes"),
+        (lambda text: text.replace('"fp8"', '"fp9"'), ": quantization_config.quant_method", "'fp9'", "'fp8'"),
+        (lambda text: text.replace("{", '{"more": 1,', 1), ": more", "1", "no such key"),
+        (
+            lambda text: text.replace('"num_hidden_layers": 2', '"num_hidden_layers": "2"'),
+            ": num_hidden_layers",
+            "'2'",
+            "2",
+        ),
+        (lambda text: text[:-3], "", "Expecting", "the source's, edited by convert"),
+    ],
+)
+def test_a_config_that_differs_is_told_by_its_key(
+    tmp_path: Path, change: Callable[[str], str], place: str, found: str, wanted: str
+) -> None:
+    source = synthesize(tmp_path / "src", layers=2, shards=1, encoding="fp8_block")
+    arguments = ["convert", str(source), str(tmp_path / "dst"), "--requantize"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    config = tmp_path / "dst" / "config.json"
+    config.write_text(change(config.read_text()))
+    (finding,) = verify(source, tmp_path / "dst").findings
+    assert finding.subject == f"{config}{place}"
+    assert finding.found.startswith(found)
+    assert finding.wanted == wanted
+
+
 def test_source_that_changed_makes_a_sidecar_stale(pair: tuple[Path, Path], tmp_path: Path) -> None:
     source, result = pair
     shutil.copytree(source, tmp_path / "src")

@@ -50,6 +50,7 @@ def plan_document(plan: ConversionPlan, room: Space) -> dict[str, Any]:
     return {
         "source": str(plan.options.source),
         "destination": str(plan.options.destination),
+        "destination_path": str(plan.options.destination.resolve()),
         "recipe": plan.model.recipe.name,
         "recipe_hash": plan.model.recipe_hash,
         "layout": plan.options.layout.value,

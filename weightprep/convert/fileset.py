@@ -7,6 +7,7 @@ the result is accounted for.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -19,6 +20,8 @@ from weightprep.errors import CheckpointError
 __all__ = ["check_file_set", "check_index", "check_repository"]
 
 _PIECE_BYTES = 2**20
+_SHOWN = 200
+_ABSENT = object()
 # What git and `hf download` put beside a repository's content; convert does not carry them over either.
 _BOOKKEEPING = (".git", ".cache")
 
@@ -60,7 +63,38 @@ def check_repository(root: Path, copies: Mapping[Path, Path], texts: Mapping[Pat
     for relative, text in texts.items():
         path = root / relative
         if relative.name != INDEX_NAME and path.is_file() and path.read_bytes() != text:
-            yield Finding(str(path), "a config that does not declare what the tensors are", "the source's, edited")
+            yield _other_text(path, text)
+
+
+def _other_text(path: Path, wanted: bytes) -> Finding:
+    """What differs between the JSON file `path` and `wanted`, the bytes that it must have."""
+    try:
+        found = read_json(path)
+    except (CheckpointError, ValueError) as error:
+        reason = error.found if isinstance(error, CheckpointError) else str(error)
+        return Finding(str(path), reason, "the source's, edited by convert")
+    differing = _difference(found, json.loads(wanted))
+    if differing is None:
+        return Finding(str(path), "same content, other bytes", "the bytes that convert writes")
+    place, value, right = differing
+    return Finding(f"{path}: {place}", _shown(value), _shown(right))
+
+
+def _difference(found: object, wanted: object, place: str = "") -> tuple[str, object, object] | None:
+    """The first key path at which two JSON values differ, with both values, :data:`_ABSENT` for none."""
+    if not isinstance(found, dict) or not isinstance(wanted, dict):
+        # repr tells 5 from "5" and True from 1
+        return None if repr(found) == repr(wanted) else (place, found, wanted)
+    for key in (*wanted, *(key for key in found if key not in wanted)):
+        inner = f"{place}.{key}" if place else key
+        differing = _difference(found.get(key, _ABSENT), wanted.get(key, _ABSENT), inner)
+        if differing is not None:
+            return differing
+    return None
+
+
+def _shown(value: object) -> str:
+    return "no such key" if value is _ABSENT else repr(value)[:_SHOWN]
 
 
 def check_index(root: Path, source: Path, tensors: Mapping[str, Stored], absent: Collection[str]) -> Iterator[Finding]:
@@ -93,7 +127,7 @@ def check_index(root: Path, source: Path, tensors: Mapping[str, Stored], absent:
         metadata["total_size"] = sum(tensor.end - tensor.begin for tensor in tensors.values())
     # repr tells 5 from "5" and True from 1
     if not absent and repr(index) != repr(original):
-        yield Finding(f"{path}: metadata", repr(index)[:200], repr(original)[:200])
+        yield Finding(f"{path}: metadata", repr(index)[:_SHOWN], repr(original)[:_SHOWN])
 
 
 def _sha256(path: Path) -> str:

@@ -1,6 +1,7 @@
 """What `convert --json` printed, as far as a report shows it, checked to be about the result that the report is of.
 
 Timings of another conversion would look like this one's, so every record of a module is compared with the manifest's.
+Conversions of one source with one recipe agree in all of them: where the result was written tells those apart.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _MAX_BYTES = 64 * 2**20
 class RunRecord(BaseModel):
     """The timings of one finished conversion.
 
+    :param destination_path: absolute path of the result
     :param seconds: of execution
     :param nbytes: size of the result's weights
     :param placed: how files came over -> how many
@@ -32,6 +34,7 @@ class RunRecord(BaseModel):
 
     schema_name: Literal["weightprep.convert/1"] = Field(alias="schema")
     state: Literal["done"]
+    destination_path: str
     seconds: float = Field(ge=0, allow_inf_nan=False)
     nbytes: int = Field(alias="bytes", ge=0)
     placed: dict[str, int]
@@ -52,6 +55,8 @@ def read_run(path: Path, manifest: Manifest, destination: Path) -> RunRecord:
         raise _refuse(f"{path}: {'.'.join(str(part) for part in first['loc'])}", str(first["msg"])) from None
     if run.results != [record.model_dump(mode="json") for record in manifest.modules]:
         raise _refuse(path, f"the run of another conversion than the one that made {destination}")
+    if Path(run.destination_path) != destination.resolve():
+        raise _refuse(path, f"the run that made {run.destination_path}, not {destination.resolve()}")
     return run
 
 
