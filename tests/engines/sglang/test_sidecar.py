@@ -64,6 +64,17 @@ def test_every_source_tensor_must_be_recorded(model: Path) -> None:
     assert opened(model).stale([MODULE]) == [MODULE]
 
 
+@pytest.mark.parametrize("inside", [".", "weightprep"], ids=["what convert made", "the manifest's own"])
+def test_a_sidecar_is_named_by_either_directory(inside: str, model: Path) -> None:
+    sidecar = opened(model, sidecar=str(model / inside))
+    assert sidecar.stale([MODULE]) == []
+
+
+def test_a_directory_without_a_manifest_is_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"sidecar .*: found no .*manifest\.json"):
+        opened(model, sidecar=str(tmp_path))
+
+
 def test_a_record_of_no_source_is_no_manifest(model: Path) -> None:
     edit_sources(model, dict.clear)
     with pytest.raises(CheckpointError, match="source_sha256"):

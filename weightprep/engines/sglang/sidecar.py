@@ -27,7 +27,7 @@ from weightprep.recipe import NEXTN_GROUP, ModelPlan
 from weightprep.transforms import Bundle
 from weightprep.transforms.stored_absorbed import STORED_NAMES, from_linears
 
-__all__ = ["Sidecar", "open_sidecar"]
+__all__ = ["Sidecar", "find_manifest", "open_sidecar"]
 
 _HASHERS = 8
 # small enough to be hashed from a core's cache
@@ -105,14 +105,14 @@ def open_sidecar(model: Path, options: Options, plan: ModelPlan) -> Sidecar | No
     """The sidecar of the checkpoint directory `model`.
 
     :param options: their `sidecar`: "auto" takes the directory's own if it has one, "off" none; else it is the
-        directory that holds manifest.json
+        directory that `convert --layout sidecar` made, or the one in it that holds manifest.json
     :param plan: what this server makes of the model, which the sidecar must be made for
     :raises EngineError: it is named and not there, was made with another recipe, precision or choice for NextN, or
         scales are asked for by rank
     :raises CheckpointError: it is damaged
     """
     asked = options.sidecar
-    path = model / SIDECAR_MANIFEST if asked == "auto" else Path(asked) / SIDECAR_MANIFEST.name
+    path = find_manifest(model, asked)
     if asked == "off" or (asked == "auto" and not path.is_file()):
         return None
     if not path.is_file():
@@ -143,6 +143,16 @@ def open_sidecar(model: Path, options: Options, plan: ModelPlan) -> Sidecar | No
     headers = {file: read_header(path.parent / file) for file in files}
     records = {record.module: record for record in manifest.modules}
     return Sidecar(model, manifest, records, tensor_refs(headers))
+
+
+def find_manifest(model: Path, asked: str) -> Path:
+    """Where the sidecar's manifest is, or would be.
+
+    :param asked: "auto" for that of the checkpoint directory `model`, or a directory: see open_sidecar
+    """
+    folder = model if asked == "auto" else Path(asked)
+    inside = folder / SIDECAR_MANIFEST
+    return inside if asked == "auto" or inside.is_file() else folder / SIDECAR_MANIFEST.name
 
 
 def _refuse_other_choices(path: Path, manifest: Manifest, planned: str | dict[str, str] | None) -> None:
