@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,16 @@ def scale_of_layer_1(model: Path, factor: float) -> None:
         for name in tensors:
             if "layers.1." in name and name.endswith("scale"):
                 tensors[name] = tensors[name] * factor
+        save_file(tensors, file)
+
+
+def break_layer_1(model: Path, suffix: str) -> None:
+    """Make the first number of layer 1's tensor in the checkpoint `model` so large that all others lose their bits."""
+    for file in model.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in tensors:
+            if name.endswith(f"layers.1.self_attn.{suffix}"):
+                tensors[name].view(-1)[0] = 1e6
         save_file(tensors, file)
 
 
@@ -89,6 +100,78 @@ def test_warn_keeps_serving_and_says_each_cause_once(tp1: Ranks, glm: Path, wron
     assert f"(and {LAYERS - 1} more layers)" in warning
     assert f"weightprep: no canary for {LAYERS} layer(s) that violate their contract" in log
     assert not any("canary passed" in message for message in log)
+
+
+def test_a_violation_that_is_served_is_in_the_json(
+    tp1: Ranks, glm: Path, sidecar: Path, wrong_layout: Path, tmp_path: Path
+) -> None:
+    extra = {"recipe": str(wrong_layout), "on_violation": "warn"}
+    report, _ = tp1.run(on_ranks.report_and_log, glm, tmp_path, extra)[0]
+    assert [(v["layer"], v["group"]) for v in report["violations"]] == [(layer, "decoder") for layer in range(LAYERS)]
+    for violation in report["violations"]:
+        assert violation["tensor"] == "self_attn.w_kc"
+        assert violation["found"].startswith("strides are")
+        assert violation["wanted"].startswith("strides (")
+        assert "recipe wrong_layout" in violation["remedy"]
+    assert report["canary"] == {"state": "not run", "paths": [], "left_out": LAYERS}
+    assert report["runtime"]["asked"] == "auto"
+    assert report["runtime"]["hooks"] == []
+    sound, log = tp1.run(on_ranks.report_and_log, sidecar, tmp_path)[0]
+    assert sound["violations"] == []
+    assert sound["canary"] == {"state": "passed", "paths": ["fp8_absorbed"], "left_out": 0}
+    assert "weightprep: absorbed products as sglang's own: no GPU, whose functions are the ones that are hooked" in log
+
+
+def test_the_json_of_a_server_that_was_stopped_has_the_violations(
+    tp1: Ranks, glm: Path, wrong_layout: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(RankFailed, match="ModelContractError"):
+        tp1.run(on_ranks.report, glm, tmp_path, {"recipe": str(wrong_layout)})
+    report = json.loads((tmp_path / "rank0" / "report.json").read_text())
+    assert len(report["violations"]) == LAYERS
+
+
+def test_a_canary_that_is_off_is_told(tp1: Ranks, glm: Path, tmp_path: Path) -> None:
+    report = tp1.run(on_ranks.report, glm, tmp_path, {"canary": "off"})[0]
+    assert report["canary"]["state"] == "off"
+
+
+def test_a_scale_of_nan_is_not_exact(tp1: Ranks, sidecar: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(sidecar, model)
+    scale_of_layer_1(model, float("nan"))
+    report, log = tp1.run(on_ranks.report_and_log, model, tmp_path, {"on_violation": "warn"})[0]
+    assert [layer["noise"] for layer in report["layers"]] == ["finite", "not finite", "finite"]
+    assert [layer["sqnr_db"] is None for layer in report["layers"]] == [False, True, False]
+    (table,) = [message for message in log if message.startswith("weightprep: GlmMoeDsaForCausalLM on gfx950")]
+    assert "  not finite  " in table
+    assert " dB" not in table
+    assert {violation["layer"] for violation in report["violations"]} == {1}
+
+
+def test_the_remedy_of_wrong_values_finds_them(
+    tp1: Ranks, glm: Path, sidecar: Path, inline: Path, tmp_path: Path
+) -> None:
+    """It follows from where the weights came from."""
+    beside, within, online = (tmp_path / name for name in ("beside", "within", "online"))
+    for source, model in ((sidecar, beside), (inline, within), (glm, online)):
+        shutil.copytree(source, model)
+    scale_of_layer_1(beside, float("nan"))
+    for model, suffix in ((within, "kv_b_proj.weight_scale_inv"), (online, "kv_b_proj.weight")):
+        break_layer_1(model, suffix)
+    wanted = {
+        beside: f"`weightprep verify {beside} {beside}`",
+        within: f"`weightprep verify SOURCE {within}`",
+        online: "download them again",
+    }
+    for model, remedy in wanted.items():
+        folder = tmp_path / f"report of {model.name}"
+        folder.mkdir()
+        report = tp1.run(on_ranks.report, model, folder, {"on_violation": "warn"})[0]
+        assert report["violations"]
+        for violation in report["violations"]:
+            assert remedy in violation["remedy"]
+            assert "weightprep inspect" not in violation["remedy"]
 
 
 def test_layers_without_a_violation_have_their_canary(

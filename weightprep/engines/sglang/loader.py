@@ -23,7 +23,7 @@ from weightprep.engines.sglang.lora import server_arguments, warn_if_lora_is_ign
 from weightprep.engines.sglang.options import Options, explaining_inner_keys, split_options
 from weightprep.engines.sglang.prepare import Preparation, around_post_load_weights, preparation_of, preparing
 from weightprep.engines.sglang.report import check_destination
-from weightprep.engines.sglang.runtime_hooks import refuse_other_runtime, register_runtime_hooks
+from weightprep.engines.sglang.runtime_check import RuntimeReport, refuse_runtime, start_runtime
 from weightprep.engines.sglang.scale_check import check_scales
 from weightprep.engines.sglang.startup_check import check_startup
 from weightprep.engines.sglang.updates import follow_updates
@@ -67,7 +67,7 @@ class WeightprepLoader(DefaultModelLoader):  # type: ignore[misc]  # sglang has 
         check_destination()
         preparation = _plan(self.options, model_config)
         if preparation.plan.modules:
-            refuse_other_runtime(self.options.runtime)
+            refuse_runtime(self.options.runtime)
         with ExitStack() as stack:
             stack.enter_context(preparing(preparation))
             if self.options.inner != "dummy":
@@ -81,9 +81,9 @@ class WeightprepLoader(DefaultModelLoader):  # type: ignore[misc]  # sglang has 
                 model = inner.load_model(model_config=model_config, device_config=device_config)
         check_scales(self.options.runtime)
         if preparation.plan.modules:
-            register_runtime_hooks(self.options.runtime)
+            runtime = start_runtime(self.options.runtime)
             warn_if_lora_is_ignored(server_arguments())
-            _check(model, weights_are_random=self.options.inner == "dummy", is_reload=False)
+            _check(model, weights_are_random=self.options.inner == "dummy", is_reload=False, runtime=runtime)
         else:
             options = self.options
             target, policy = preparation.target, options.on_violation
@@ -148,7 +148,7 @@ def _plan(options: Options, model_config: Any) -> Preparation:
     return Preparation(plan, options, target, block)
 
 
-def _check(model: Any, *, weights_are_random: bool, is_reload: bool) -> None:
+def _check(model: Any, *, weights_are_random: bool, is_reload: bool, runtime: RuntimeReport | None = None) -> None:
     found = preparation_of(model)
     if not found:
         raise EngineError(
@@ -158,4 +158,4 @@ def _check(model: Any, *, weights_are_random: bool, is_reload: bool) -> None:
             remedy="serve this model without --load-format weightprep",
         )
     for holder, preparation in found:
-        check_startup(holder, preparation, weights_are_random=weights_are_random, is_reload=is_reload)
+        check_startup(holder, preparation, weights_are_random=weights_are_random, is_reload=is_reload, runtime=runtime)

@@ -11,6 +11,7 @@ disk, tensors or other processes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,7 +26,7 @@ from weightprep.checkpoint.hub_source import locate_cached
 from weightprep.engines.sglang.agreement import agree_on_maxima
 from weightprep.engines.sglang.modules import LiveModule, live_modules
 from weightprep.engines.sglang.options import Options
-from weightprep.engines.sglang.quality_check import measure_noise
+from weightprep.engines.sglang.quality_check import measure_noise, sqnr_db
 from weightprep.engines.sglang.sidecar import Sidecar, open_sidecar
 from weightprep.engines.sglang.stand_in import stand_ins
 from weightprep.errors import EngineError
@@ -52,6 +53,7 @@ class Preparation:
     """What one live model needs to be prepared again at every load.
 
     :param block: the checkpoint's weight_block_size
+    :param folder: the directory of the last load's files; None where they are not here
     :param sidecar: the sidecar of the load in progress; updates from memory have none
     :param origins: checkpoint module -> where its present weights came from
     :param noise: checkpoint module -> what its present weights differ from its source by, see quality_check
@@ -61,6 +63,7 @@ class Preparation:
     options: Options
     target: str
     block: tuple[int, int] | None
+    folder: Path | None = None
     sidecar: Sidecar | None = None
     origins: dict[str, Origin] = field(default_factory=dict)
     noise: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -85,11 +88,17 @@ class Preparation:
                 wanted="the model's files on this machine, which a sidecar is checked against",
                 remedy=f"run `hf download {model}{at} --cache-dir {places[0]}` first, or serve a local directory",
             )
+        self.folder = folder
         self.sidecar = None if folder is None else open_sidecar(folder, self.options, self.plan)
         try:
             yield
         finally:
             self.sidecar = None
+
+    def sqnr_db(self, module: str) -> float:
+        """Of the present weights of checkpoint module `module`, see quality_check; infinite where none were made."""
+        sums = self.noise.get(module)
+        return math.inf if sums is None else sqnr_db(sums)
 
     def run(self, model: Any, load: Callable[[], None]) -> None:
         """Call upstream's `load` (post_load_weights) and prepare the layers that it touched."""

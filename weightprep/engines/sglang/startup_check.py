@@ -6,20 +6,31 @@ nothing, so it is said here: one table for the model, all violations together.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from typing import Any
 
 import torch
 
-from weightprep.contracts import Place, Prediction, Violation, predict, raise_violations
+from weightprep.contracts import Prediction, Violation, predict, raise_violations
 from weightprep.engines.sglang.canary import Sample, run_canary
 from weightprep.engines.sglang.hardware import aiter_is_on
 from weightprep.engines.sglang.kernels import server_kernels
+from weightprep.engines.sglang.layer_violations import find_violations
 from weightprep.engines.sglang.modules import LiveModule, kept_attentions, live_modules
 from weightprep.engines.sglang.prepare import Preparation
-from weightprep.engines.sglang.quality_check import sqnr_db
-from weightprep.engines.sglang.report import AS_BUILT, LayerReport, log_report
+from weightprep.engines.sglang.report import (
+    AS_BUILT,
+    CanaryReport,
+    LayerReport,
+    Noise,
+    Startup,
+    ViolationReport,
+    log_report,
+    write_report,
+)
+from weightprep.engines.sglang.runtime_check import RuntimeReport
 from weightprep.engines.sglang.versions import KNOWN, installed_version
 from weightprep.recipe import NEXTN_GROUP
 
@@ -29,12 +40,18 @@ logger = logging.getLogger(__name__)
 
 
 def check_startup(
-    model: Any, preparation: Preparation, *, weights_are_random: bool, is_reload: bool
+    model: Any,
+    preparation: Preparation,
+    *,
+    weights_are_random: bool,
+    is_reload: bool,
+    runtime: RuntimeReport | None = None,
 ) -> tuple[LayerReport, ...]:
-    """Check every prepared layer of `model` against its contract, and log the table on the first rank.
+    """Check every prepared layer of `model` against its contract; log the table and write the JSON on the first rank.
 
     :param weights_are_random: a dummy load: broken values are worth a warning, not a failure
     :param is_reload: the table has been logged before
+    :param runtime: whose absorbed products run, for the JSON
     :raises ModelContractError: with all violations, unless on_violation is warn
     """
     modules = live_modules(model, preparation.plan)
@@ -45,30 +62,39 @@ def check_startup(
         _report_kept(layer, predict(preparation.target, version, _attributes(owner)))
         for layer, owner in kept_attentions(model, preparation.plan)
     )
-    faults = [_violations(*pair, preparation) for pair in zip(modules, predictions, strict=True)]
+    faults = [find_violations(*pair, preparation) for pair in zip(modules, predictions, strict=True)]
     violations = [fault for found in faults for fault in found]
+    found_here = (_report_violation(*pair) for pair in zip(modules, faults, strict=True))
+    startup = Startup(model, preparation, version, reports, tuple(itertools.chain(*found_here)), runtime)
     if not is_reload:
-        log_report(model, preparation, version, reports)
+        log_report(startup)
     _warn_of_zeros(modules)
-    if violations and (weights_are_random or preparation.options.on_violation == "warn"):
-        _warn(violations)
-    else:
-        raise_violations(violations)
-    if preparation.options.canary == "on" and not (is_reload or weights_are_random):
-        sound = [pair for pair, found in zip(zip(modules, predictions, strict=True), faults, strict=True) if not found]
-        if len(sound) < len(modules):
-            left_out = len(modules) - len(sound)
-            logger.warning("weightprep: no canary for %d layer(s) that violate their contract", left_out)
-        if sound:
-            _run_canary(sound, preparation)
+    canary = CanaryReport("off" if preparation.options.canary == "off" else "not run")
+    try:
+        if violations and (weights_are_random or preparation.options.on_violation == "warn"):
+            _warn(violations)
+        else:
+            raise_violations(violations)
+        if preparation.options.canary == "on" and not (is_reload or weights_are_random):
+            pairs = zip(modules, predictions, strict=True)
+            sound = [pair for pair, found in zip(pairs, faults, strict=True) if not found]
+            canary = CanaryReport("failed", left_out=len(modules) - len(sound))
+            canary = _run_canary(sound, len(modules) - len(sound), preparation)
+    finally:
+        if not is_reload:
+            write_report(startup, canary)
     return reports
 
 
-def _run_canary(layers: list[tuple[LiveModule, Prediction]], preparation: Preparation) -> None:
+def _run_canary(layers: list[tuple[LiveModule, Prediction]], left_out: int, preparation: Preparation) -> CanaryReport:
+    if left_out:
+        logger.warning("weightprep: no canary for %d layer(s) that violate their contract", left_out)
+    if not layers:
+        return CanaryReport("not run", left_out=left_out)
     kernels = server_kernels(preparation.options.runtime)
     if kernels is None:
         logger.info("weightprep: no canary: upstream's kernels of this device cannot be called alone")
-        return
+        return CanaryReport("not run", left_out=left_out)
     samples = [
         Sample(
             where=f"layer {module.plan.layer} ({module.plan.group})",
@@ -83,6 +109,7 @@ def _run_canary(layers: list[tuple[LiveModule, Prediction]], preparation: Prepar
         if module.plan.source in preparation.origins
     ]
     logger.info("weightprep: canary passed for %d distinct kernel path(s)", run_canary(samples, kernels))
+    return CanaryReport("passed", tuple(sorted({sample.path for sample in samples})), left_out)
 
 
 def _attributes(owner: Any) -> dict[str, str]:
@@ -100,17 +127,32 @@ def _attributes(owner: Any) -> dict[str, str]:
 
 def _report(module: LiveModule, prediction: Prediction, preparation: Preparation) -> LayerReport:
     origin = preparation.origins.get(module.plan.source)
-    sqnr = _sqnr(module, preparation)
+    sqnr = preparation.sqnr_db(module.plan.source)
     return LayerReport(
         layer=module.plan.layer,
         group=module.plan.group,
         precision=module.plan.precision,
         source=f"{origin.route} {origin.encoding}" if origin else AS_BUILT,
         sqnr_db=round(sqnr, 2) if math.isfinite(sqnr) else None,
+        noise=_noise(sqnr) if origin else "not measured",
         path=prediction.path,
         fast=prediction.fast,
         reason=prediction.reason,
     )
+
+
+def _report_violation(module: LiveModule, found: list[Violation]) -> list[ViolationReport]:
+    plan = module.plan
+    return [
+        ViolationReport(plan.layer, plan.group, fault.tensor, fault.found, fault.wanted, fault.cause, fault.remedy)
+        for fault in found
+    ]
+
+
+def _noise(sqnr: float) -> Noise:
+    if math.isfinite(sqnr):
+        return "finite"
+    return "none" if sqnr > 0 else "not finite"
 
 
 def _report_kept(layer: int, prediction: Prediction) -> LayerReport:
@@ -120,70 +162,10 @@ def _report_kept(layer: int, prediction: Prediction) -> LayerReport:
         precision="kept",
         source=AS_BUILT,
         sqnr_db=None,
+        noise="not measured",
         path=prediction.path,
         fast=prediction.fast,
         reason=f"nextn is keep; {prediction.reason}",
-    )
-
-
-def _violations(module: LiveModule, prediction: Prediction, preparation: Preparation) -> list[Violation]:
-    plan = preparation.plan
-    heads = module.local_heads(plan.dims["nope"] + plan.dims["v"])
-    found: list[Violation] = []
-    for role, spec in plan.contract(module.plan.contract, heads, preparation.target).items():
-        place = _place(role, module, prediction, preparation)
-        tensor = getattr(module.owner, role)
-        if isinstance(tensor, torch.Tensor):
-            found.extend(spec.check(tensor, place))
-            found.extend(_elsewhere(tensor, module, place))
-        else:
-            found.append(_violation(place, f"is {tensor!r}", f"a {str(spec.dtype).removeprefix('torch.')} tensor"))
-    floor, sqnr = module.plan.min_sqnr_db, _sqnr(module, preparation)
-    if floor is not None and sqnr < floor:
-        place = _place("w_kc and w_vc", module, prediction, preparation)
-        found.append(_violation(place, f"SQNR is {sqnr:.1f} dB against kv_b_proj", f"at least {floor:g} dB"))
-    return found
-
-
-def _elsewhere(tensor: torch.Tensor, module: LiveModule, place: Place) -> list[Violation]:
-    wanted = module.linear.weight.device
-    return [] if tensor.device == wanted else [_violation(place, f"is on {tensor.device}", str(wanted))]
-
-
-def _sqnr(module: LiveModule, preparation: Preparation) -> float:
-    sums = preparation.noise.get(module.plan.source)
-    return math.inf if sums is None else sqnr_db(sums)
-
-
-def _place(role: str, module: LiveModule, prediction: Prediction, preparation: Preparation) -> Place:
-    return Place(
-        layer=module.plan.layer,
-        group=module.plan.group,
-        tensor=f"self_attn.{role}",
-        path=module.plan.contract,
-        target=preparation.target,
-        consequence=f"path '{prediction.path}' is taken: {prediction.reason}",
-        cause=_cause(module, preparation),
-        remedy="run `weightprep doctor` and `weightprep inspect`, or serve with on_violation=warn",
-    )
-
-
-def _cause(module: LiveModule, preparation: Preparation) -> str:
-    if module.plan.source not in preparation.origins:
-        return "sglang's loader did not pass this layer through post_load_weights, or holds it in a form of its own"
-    return f"recipe {preparation.plan.recipe.name} made this of {module.plan.source}"
-
-
-def _violation(place: Place, found: str, wanted: str) -> Violation:
-    return Violation(
-        layer=f"layer {place.layer} ({place.group})",
-        tensor=place.tensor,
-        found=found,
-        wanted=wanted,
-        path=f"'{place.path}' on {place.target}",
-        consequence=place.consequence,
-        cause=place.cause,
-        remedy=place.remedy,
     )
 
 
