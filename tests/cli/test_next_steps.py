@@ -65,6 +65,7 @@ def test_a_known_architecture(tmp_path: Path, options: tuple[str, ...]) -> None:
     serve = line(lines, "then: ")
     assert ("--model-loader-extra-config" in serve) == bool(options)
     assert any(MAY_LEAVE_OUT in text for text in lines)
+    assert "      on ROCm, before the server starts: export SGLANG_USE_AITER=1" in lines
 
 
 def test_heads_of_very_different_size_are_refused_by_the_worst_of_them(tmp_path: Path) -> None:

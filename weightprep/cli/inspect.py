@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weightprep.cli.next_steps import AITER_SWITCH
 from weightprep.cli.output import command, print_json, print_lines, say
 from weightprep.contracts import name_targets
+from weightprep.convert.options import Layout
 
 if TYPE_CHECKING:
     from weightprep.convert.compressor_prediction import CompressorForecast
@@ -54,6 +56,7 @@ def inspect(
     from weightprep.convert.compressor_prediction import forecast_compressors
     from weightprep.convert.coverage import unclaimed_modules, why_unclaimed
     from weightprep.convert.options import ConvertOptions
+    from weightprep.convert.outlook import outlook
     from weightprep.convert.planner import plan_model
     from weightprep.convert.prediction import forecast
 
@@ -64,6 +67,8 @@ def inspect(
     checkpoint = open_headers(src)
     options = ConvertOptions(src, src, recipe=recipe, precision=parse_precision(precision))
     model = plan_model(checkpoint, options)
+    prospect = outlook(checkpoint, model, options)
+    today_note = _today_note(model.architecture)
     unclaimed = unclaimed_modules(model, checkpoint.tensors)
     forecasts = [layer for name in target or ["gfx950"] for layer in forecast(checkpoint, model, name, version)]
     compressors = [kind for name in target or ["gfx950"] for kind in forecast_compressors(checkpoint, name, version)]
@@ -89,7 +94,8 @@ def inspect(
                 "bytes": nbytes,
                 "dtypes": dict(sorted(dtypes.items())),
                 "sidecar": sidecar,
-                "nothing_to_convert": model.recipe.nothing_to_convert,
+                "nothing_to_convert": prospect.nothing_to_convert,
+                "today_note": today_note,
                 "passed": [{"module": name, "reason": why_unclaimed(model)} for name in unclaimed],
                 "layers": [_describe(layer) for layer in forecasts],
                 "compressors": [_describe_compressors(kind) for kind in compressors],
@@ -111,6 +117,8 @@ def inspect(
         _print_compressors(compressors)
     if model.recipe.nothing_to_convert is None:
         _print_table(forecasts)
+        if today_note is not None:
+            print_lines(today_note)
     for name in unclaimed:
         print_lines(f"{name}: {why_unclaimed(model)}")
     for name, pair in scales.items():
@@ -120,6 +128,8 @@ def inspect(
             )
     if model.recipe.nothing_to_convert is not None:
         return None
+    if prospect.nothing_to_convert is not None:
+        print_lines("", f"nothing to convert: {prospect.nothing_to_convert}")
     if sidecar:
         say(
             f"a sidecar with converted weights is there already ({SIDECAR_MANIFEST}): --load-format weightprep reads it"
@@ -132,20 +142,46 @@ def inspect(
                 "",
                 f"{name}: {count} of {len(layers)} layer(s), prepared, take {_path(prediction)}: {prediction.reason}",
             )
-        mended = sum(layer.prepared.fast and not layer.today.fast for layer in layers)
-        if mended:
-            say(
-                f"{name}: {mended} of {len(layers)} layer(s) are slow today and fast once prepared: "
-                "add --load-format weightprep" + ("" if sidecar else f", or `{_conversion(layers, precision)}`")
-            )
+        say(*_gains(name, layers, None if sidecar else prospect.layout, precision, supposed=today_note is not None))
     return None
 
 
-def _conversion(layers: Sequence[LayerForecast], precision: str | None) -> str:
-    """The command that prepares `layers`; only one-scale fp8 can stand inline."""
-    asked = "" if precision is None else f" --precision {precision}"
-    inline = all(layer.plan.precision == "fp8" for layer in layers)
-    return f"weightprep convert{asked}" + ("" if inline else " --layout sidecar")
+def _gains(
+    name: str, layers: Sequence[LayerForecast], layout: Layout | None, precision: str | None, *, supposed: bool
+) -> list[str]:
+    """What weightprep changes on the target `name`, and how to have it.
+
+    :param layout: that of a conversion, None where there is nothing left to convert
+    :param supposed: whether it is not known what sglang does today
+    """
+    today = "today (supposed)" if supposed else "today"
+    switch = f" and {AITER_SWITCH}" if name.startswith("gfx") else ""
+    how = f"serve with --load-format weightprep{switch}"
+    if layout is not None:
+        asked = "" if precision is None else f" --precision {precision}"
+        beside = " --layout sidecar" if layout is Layout.SIDECAR else ""
+        how += f", or `weightprep convert{asked}{beside}` first"
+    mended = [layer for layer in layers if layer.prepared.fast and not layer.today.fast]
+    lines = []
+    for verdict in dict.fromkeys(_speed(layer.today) for layer in mended):
+        count = sum(_speed(layer.today) == verdict for layer in mended)
+        lines.append(f"{name}: {count} of {len(layers)} layer(s) are {verdict} {today} and fast once prepared: {how}")
+    if layers and all(layer.today.fast for layer in layers):
+        with_switch = f", with {AITER_SWITCH}" if switch else ""
+        lines.append(f"{name}: all {len(layers)} layer(s) are fast {today}{with_switch}")
+    return lines
+
+
+def _today_note(architecture: str) -> str | None:
+    """What is to be told of "today" for an architecture of which it is not known whether sglang has it."""
+    from weightprep.recipe.load import shipped_architectures
+
+    if architecture in shipped_architectures():
+        return None
+    return (
+        f'"today" supposes that sglang loads {architecture} as it loads DeepSeek: no recipe of weightprep\'s own names '
+        "this architecture, and whether sglang has it is not known here"
+    )
 
 
 def _describe_path(prediction: Any) -> dict[str, Any]:
@@ -225,4 +261,8 @@ def _fate(layer: LayerForecast) -> tuple[object, ...]:
 
 
 def _path(prediction: Any) -> str:
-    return f"{prediction.path} ({'fast' if prediction.fast else 'slow' if prediction.sound else 'WRONG'})"
+    return f"{prediction.path} ({_speed(prediction)})"
+
+
+def _speed(prediction: Any) -> str:
+    return "fast" if prediction.fast else "slow" if prediction.sound else "WRONG"

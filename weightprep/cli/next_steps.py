@@ -16,7 +16,11 @@ from weightprep.convert.options import Layout
 if TYPE_CHECKING:
     from weightprep.convert.plan import ConversionPlan
 
-__all__ = ["next_steps"]
+__all__ = ["AITER_SWITCH", "next_steps"]
+
+# What a server on ROCm needs in its environment: without it gfx950 takes none of aiter's kernels. Written out, as the
+# module that reads the variable needs torch.
+AITER_SWITCH = "SGLANG_USE_AITER=1"
 
 
 def next_steps(plan: ConversionPlan) -> list[str]:
@@ -33,6 +37,7 @@ def next_steps(plan: ConversionPlan) -> list[str]:
     if extra := _loader_options(plan):
         serve += ["--model-loader-extra-config", json.dumps(extra)]
     lines = [f"next: {shlex.join(verify)}", f"then: {shlex.join(serve)}"]
+    lines.append(f"      on ROCm, before the server starts: export {AITER_SWITCH}")
     if options.layout is Layout.INLINE and plan.model.architecture in shipped_architectures():
         lines.append("      sglang without weightprep loads this checkpoint as well: leave --load-format out")
     return lines

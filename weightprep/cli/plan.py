@@ -90,14 +90,6 @@ def _unclaimed(plan: ConversionPlan) -> list[tuple[str, str]]:
     return [(name, why_unclaimed(plan.model)) for name in plan.unclaimed]
 
 
-def _nothing_reason(plan: ConversionPlan) -> str:
-    if plan.model.recipe.nothing_to_convert is not None:
-        return plan.model.recipe.nothing_to_convert
-    if plan.passed:
-        return f"{len(plan.passed)} module(s) are {plan.passed[0].reason}"
-    return "the recipe names no module of this checkpoint"
-
-
 def _duration(seconds: float) -> str:
     """To the second, above two minutes to the minute, above two hours to the tenth of an hour."""
     if seconds < 120:
@@ -109,6 +101,7 @@ def show_plan(plan: ConversionPlan, *, as_json: bool) -> None:
     """What --dry-run prints, and what a conversion without anything to do prints."""
     from weightprep.convert.estimate import estimate
     from weightprep.convert.options import Part
+    from weightprep.convert.outlook import nothing_reason
     from weightprep.convert.remaining import finished_by, jobs_of, space
 
     done = finished_by(plan)
@@ -119,7 +112,7 @@ def show_plan(plan: ConversionPlan, *, as_json: bool) -> None:
     expected = estimate(plan, done) if plan.modules and plan.stamps else None
     if as_json:
         state = "planned" if plan.modules else "nothing_to_convert"
-        reason = None if plan.modules else _nothing_reason(plan)
+        reason = None if plan.modules else nothing_reason(plan.model, plan.passed)
         estimated = None if expected is None else asdict(expected)
         print_json(
             "convert",
@@ -134,7 +127,7 @@ def show_plan(plan: ConversionPlan, *, as_json: bool) -> None:
         )
         return
     if not plan.modules:
-        print_lines(f"nothing to convert: {_nothing_reason(plan)}")
+        print_lines(f"nothing to convert: {nothing_reason(plan.model, plan.passed)}")
         for name, why in _unclaimed(plan):
             print_lines(f"  {name}: {why}")
         say(f"no destination is written; {plan.options.source} can be used as it is")

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightprep.checkpoint.manifest import ModuleRecord, QualityRecord
-from weightprep.checkpoint.reader import read_slices
+from weightprep.checkpoint.reader import changed_while_read, read_slices
 from weightprep.checkpoint.repository import TensorRef
 from weightprep.checkpoint.writer import as_bytes
 from weightprep.convert.module import module_record
@@ -87,7 +87,10 @@ def convert_by_table(job: ModuleJob, dims: Mapping[str, int], file: str, write: 
     def converted() -> Iterator[NDArray[np.uint8]]:
         for raw in read_slices(source, _stops(source.nbytes, _SLICE_BYTES)):
             source_hash.update(raw)
-            found = look_up_codes(table, np.frombuffer(raw, dtype=np.uint16))
+            codes: NDArray[np.uint16] = np.frombuffer(raw, dtype=np.uint16)
+            if (codes & _MAGNITUDE).max() > largest:
+                raise changed_while_read(source, f"larger numbers in {source.name!r} than a moment before")
+            found = look_up_codes(table, codes)
             target_hash.update(found.data)
             yield found
 

@@ -96,10 +96,10 @@ def _locked(plan: ConversionPlan, part: Part, journal: Journal, progress: Progre
             return Result(options.output, False, len(mine) - len(todo), runner.placed, records)
         _check_complete(plan, done)
         _write_rest(plan, records, below)
-    except WeightprepError as error:
-        # Bad values or a changed source make the partial result worth nothing; a disk that fails does not. Parts of a
-        # job array leave each other's work alone.
-        if part.count == 1 and not isinstance(error, ResumableError) and not isinstance(error.__context__, OSError):
+    except WeightprepError:
+        # Whatever failed, a finished file is not thrown away: a disk can be mended, a floor be waived. Parts of a job
+        # array leave each other's directory alone.
+        if part.count == 1 and not finished_files(partial):
             shutil.rmtree(partial, ignore_errors=True)
         raise
     commit(options)

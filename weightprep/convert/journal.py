@@ -221,14 +221,16 @@ def finished_files(partial: Path) -> dict[str, Entry]:
 def _parse(line: str) -> Entry | None:
     try:
         data = json.loads(line)
-        return Entry(data["file"], data["bytes"], tuple(ModuleRecord.model_validate(m) for m in data["modules"]))
-    except (ValueError, KeyError, TypeError):
-        # The line of a run that was killed while it wrote it: its file is done again.
+        modules = tuple(ModuleRecord.model_validate(m) for m in data["modules"])
+        # A name that no file system takes is nobody's.
+        return Entry(os.fsdecode(os.fsencode(data["file"])), data["bytes"], modules)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        # The line of a run that was killed while it wrote it, or a stranger's: its file is done again.
         return None
 
 
 def _size(path: Path) -> int | None:
     try:
         return path.stat().st_size
-    except OSError:
+    except (OSError, ValueError):
         return None

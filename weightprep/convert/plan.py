@@ -202,7 +202,6 @@ class ConversionPlan:
             "version": __version__,
             "recipe": self.model.recipe_hash,
             "options": [options.layout.value, options.link.value, options.nextn, options.requantize],
-            "quality": options.allow_quality_loss,
             "precision": sorted(options.precision.items())
             if isinstance(options.precision, Mapping)
             else options.precision,

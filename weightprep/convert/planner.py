@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from weightprep.checkpoint.exclude import read_exclude_list
@@ -26,9 +27,22 @@ from weightprep.transforms import Form, check_composition
 from weightprep.transforms.split_kv_b import kv_b_shape
 from weightprep.transforms.stored_absorbed import STORED_NAMES, stored_shapes
 
-__all__ = ["find_modules", "layer_prefix", "make_plan", "plan_contents", "plan_model"]
+__all__ = ["find_modules", "layer_prefix", "make_plan", "plan_contents", "plan_model", "split_modules"]
 
 _SIDECAR_SCALE = StoredScale(".weight_scale", None)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitModules:
+    """The modules of a model that are converted, that stay as they are, and whose layers are not there.
+
+    :param names: how config.json may call them
+    """
+
+    jobs: tuple[ModuleJob, ...]
+    passed: tuple[PassedModule, ...]
+    absent: tuple[ModulePlan, ...]
+    names: Modules
 
 
 def plan_model(checkpoint: Checkpoint, options: ConvertOptions) -> ModelPlan:
@@ -70,21 +84,9 @@ def plan_contents(options: ConvertOptions, headers: Checkpoint | None = None) ->
     """
     checkpoint = headers or Checkpoint.open(options.source)
     model = plan_model(checkpoint, options)
-    found, absent = find_modules(checkpoint, model)
-    passed = [
-        PassedModule(plan, source, reason)
-        for plan, source in found
-        if (reason := _pass_reason(plan, source, options)) is not None
-    ]
-    done = {module.source.module for module in passed}
-    todo = [(plan, source) for plan, source in found if source.module not in done]
-    names = _module_names(checkpoint, model, [source.module for _, source in todo])
-    overridden = overridden_entries(checkpoint.config, names)
+    split = split_modules(checkpoint, model, options)
+    jobs, names = split.jobs, split.names
     unmatched = read_exclude_list(checkpoint.config, names.nextn_prefixes).unmatched(checkpoint.tensors)
-    consumed = {ref.name for _, source in todo for ref in (source.weight, source.scale) if ref is not None}
-    kept = [name for name in checkpoint.tensors if name not in consumed]
-    scale = storage_for(checkpoint.config, kept) if todo and options.layout is Layout.INLINE else _SIDECAR_SCALE
-    jobs = [_job(plan, source, model.dims, scale, overridden.get(source.module)) for plan, source in todo]
     if options.layout is Layout.INLINE:
         shards = inline_jobs(checkpoint, jobs)
         texts = inline_texts(checkpoint, shards, names) if jobs else {}
@@ -101,14 +103,36 @@ def plan_contents(options: ConvertOptions, headers: Checkpoint | None = None) ->
         jobs=shards,
         copies=copies,
         texts=texts,
-        fates=_fates(checkpoint, jobs, passed, options.layout),
+        fates=_fates(checkpoint, jobs, split.passed, options.layout),
         stamps={path: SourceStamp.of(path) for path in stamped},
-        passed=tuple(passed),
-        absent=tuple(absent),
+        passed=split.passed,
+        absent=split.absent,
         left_behind=tuple(left),
         unmatched_excludes=tuple(entry.text for entry in unmatched),
         unclaimed=unclaimed_modules(model, checkpoint.tensors),
     )
+
+
+def split_modules(checkpoint: Checkpoint, model: ModelPlan, options: ConvertOptions) -> SplitModules:
+    """What becomes of each module of `model`, without a look at any file.
+
+    :raises WeightprepError: the checkpoint does not fit the model, or has no form that the layout can store
+    """
+    found, absent = find_modules(checkpoint, model)
+    passed = [
+        PassedModule(plan, source, reason)
+        for plan, source in found
+        if (reason := _pass_reason(plan, source, options)) is not None
+    ]
+    done = {module.source.module for module in passed}
+    todo = [(plan, source) for plan, source in found if source.module not in done]
+    names = _module_names(checkpoint, model, [source.module for _, source in todo])
+    overridden = overridden_entries(checkpoint.config, names)
+    consumed = {ref.name for _, source in todo for ref in (source.weight, source.scale) if ref is not None}
+    kept = [name for name in checkpoint.tensors if name not in consumed]
+    scale = storage_for(checkpoint.config, kept) if todo and options.layout is Layout.INLINE else _SIDECAR_SCALE
+    jobs = tuple(_job(plan, source, model.dims, scale, overridden.get(source.module)) for plan, source in todo)
+    return SplitModules(jobs, tuple(passed), tuple(absent), names)
 
 
 def find_modules(

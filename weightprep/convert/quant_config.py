@@ -23,6 +23,7 @@ __all__ = ["Modules", "StoredScale", "edit_config", "edit_hf_quant_config", "ove
 
 # The fp8 block form that is written where the checkpoint has no quantization_config to follow.
 _DEFAULT_BLOCK = (128, 128)
+_SHOWN_CHARACTERS = 60
 _QUANTIZED_SUFFIXES = (*SCALE_SUFFIXES, ".weight_packed")
 
 
@@ -186,6 +187,24 @@ def _unique(entries: Iterable[ExcludeEntry]) -> set[str]:
     return {entry.text for entry in entries}
 
 
+def _mapping(of: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The object at `key`, empty where there is none.
+
+    :raises CheckpointError: something else is there
+    """
+    value = of.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"quantization_config: {key}",
+            found=repr(value)[:_SHOWN_CHARACTERS],
+            wanted="an object",
+            remedy="the config is damaged: download it again, or use --layout sidecar, which leaves it alone",
+        )
+    return value
+
+
 def _declare_quark(quantization: dict[str, Any], names: Sequence[str]) -> None:
     """First in layer_quant_config, because the first pattern that matches decides."""
     tensor = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "ch_axis": None, "group_size": None, "symmetric": True}
@@ -196,7 +215,7 @@ def _declare_quark(quantization: dict[str, Any], names: Sequence[str]) -> None:
         "bias": None,
     }
     ours = dict.fromkeys(names, scheme)
-    theirs = quantization.get("layer_quant_config") or {}
+    theirs = _mapping(quantization, "layer_quant_config")
     quantization["layer_quant_config"] = {**ours, **{name: spec for name, spec in theirs.items() if name not in ours}}
 
 
@@ -206,11 +225,11 @@ def _declare_compressed_tensors(quantization: dict[str, Any], names: Sequence[st
     """
     numbers = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "group_size": None}
     ours = "float-quantized"
-    groups: dict[str, Any] = quantization.setdefault("config_groups", {})
+    groups = quantization["config_groups"] = _mapping(quantization, "config_groups")
     top = quantization.get("format")
     if top not in (ours, "mixed-precision"):
-        for group in groups.values():
-            group.setdefault("format", top)
+        for name in groups:
+            _mapping(groups, name).setdefault("format", top)
     groups["weightprep"] = {
         "targets": list(names),
         "weights": {**numbers, "dynamic": False},

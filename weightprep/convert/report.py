@@ -115,9 +115,15 @@ def _before(manifest: Manifest, checkpoint: Checkpoint) -> dict[str, TensorInfo]
     """The source's tensors as far as the result tells: of a quantized source's scales the shapes are not recorded."""
     found = {name: ref.info for name, ref in checkpoint.tensors.items()}
     for record in manifest.modules if manifest.layout == "inline" else ():
-        weight = max((found[name] for name in record.target_sha256), key=lambda info: info.nbytes)
-        for name in record.target_sha256.keys() - {weight.name}:
-            del found[name]
+        stored = [found.pop(name) for name in record.target_sha256 if name in found]
+        if len(stored) != len(record.target_sha256):
+            raise CheckpointError(
+                record.module,
+                found=f"{len(stored)} of its {len(record.target_sha256)} tensors, or the module twice in the manifest",
+                wanted="what the manifest lists, once",
+                remedy="run `weightprep verify SRC DST`: the result is damaged or edited",
+            )
+        weight = max(stored, key=lambda info: info.nbytes)
         dtype, bits = _SOURCE.get(record.source_encoding, ("other", 8))
         # the result is fp8: as many bytes as the weight has elements
         found[weight.name] = TensorInfo(weight.name, dtype, weight.shape, 0, weight.nbytes * bits // 8)
