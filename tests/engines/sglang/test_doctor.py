@@ -112,3 +112,12 @@ def test_a_forced_target_is_said() -> None:
     assert Finding("target", "note", "gfx950, from WEIGHTPREP_TARGET", "unset it to use this machine's own") in examine(
         {"WEIGHTPREP_TARGET": "gfx950"}
     )
+
+
+def test_a_target_that_a_load_refuses_is_a_problem() -> None:
+    code, findings = run(WEIGHTPREP_TARGET="gfx9")
+    assert code == 1
+    assert findings["target"]["status"] == "problem"
+    assert findings["target"]["remedy"] == (
+        "unset WEIGHTPREP_TARGET, or name one of auto, gfx950, gfx942, sm90, sm100, cpu"
+    )

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from weightprep.engines.sglang import versions
-from weightprep.engines.sglang.options import TARGET_VARIABLE
+from weightprep.engines.sglang.options import TARGET_VARIABLE, Options
 
 __all__ = ["Finding", "examine"]
 
@@ -156,7 +156,11 @@ def _sources(distribution: metadata.Distribution) -> Iterator[str]:
 
 def _gpu(environment: Mapping[str, str]) -> Finding:
     forced = environment.get(TARGET_VARIABLE)
-    if forced:
+    known = get_args(Options.model_fields["target"].annotation)
+    if forced and forced not in known:
+        remedy = f"unset {TARGET_VARIABLE}, or name one of {', '.join(known)}"
+        return Finding("target", "problem", f"{forced}, from {TARGET_VARIABLE}, which a load refuses", remedy)
+    if forced and forced != "auto":
         return Finding("target", "note", f"{forced}, from {TARGET_VARIABLE}", "unset it to use this machine's own")
     if importlib.util.find_spec("torch") is None:
         return Finding("target", "note", "unknown without torch")
