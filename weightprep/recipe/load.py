@@ -92,9 +92,13 @@ def find_recipe(architecture: str, model_type: str | None = None) -> Recipe:
             f"architecture {architecture}",
             found="no recipe for it",
             wanted=f"one of {', '.join(known)}",
-            remedy="where attention is MLA (config.json has kv_lora_rank), `weightprep recipes show deepseek_v3 > "
-            "my_mla.yaml`, change name (to my_mla, the file's name), architectures and the layers' prefix in it, and "
-            "pass --recipe my_mla.yaml (docs/recipes.md)",
+            remedy=did_you_mean(
+                architecture,
+                known,
+                "where attention is MLA (config.json has kv_lora_rank), `weightprep recipes show deepseek_v3 > "
+                "my_mla.yaml`, change name (to my_mla, the file's name), architectures and the layers' prefix in it, "
+                "and pass --recipe my_mla.yaml (docs/recipes.md)",
+            ),
         )
     return recipes[0]
 

@@ -19,7 +19,9 @@ from safetensors.torch import load_file, save_file
 from test_prepare import assert_same_bits
 from tiny_models import LAYERS
 
-from weightprep.recipe import recipe_directories
+from weightprep.engines.sglang.options import explaining_flags
+from weightprep.errors import RecipeError
+from weightprep.recipe import find_recipe, recipe_directories
 
 
 @pytest.fixture
@@ -201,8 +203,13 @@ def test_layers_without_a_violation_have_their_canary(
         ),
         ({"inner": "gguf"}, "EngineError: inner load format 'gguf'"),
         ({"precision": "int3"}, "RecipeError: precision int3"),
+        (
+            {"precision": "mxfp4", "target": "sm90"},
+            "RecipeError: precision mxfp4 on sm90.*\n  -> choose another --model-loader-extra-config "
+            """'{"precision": "..."}'; """,
+        ),
     ],
-    ids=["misspelt", "plural", "value", "inner's", "sharded's", "format", "precision"],
+    ids=["misspelt", "plural", "value", "inner's", "sharded's", "format", "precision", "sound"],
 )
 def test_keys(extra: dict[str, Any], message: str, tp1: Ranks, glm: Path) -> None:
     with pytest.raises(RankFailed, match=message):
@@ -217,8 +224,17 @@ def test_another_runtime_than_the_processs_is_refused_before_weights_are_read(
     shutil.copytree(glm, model, ignore=shutil.ignore_patterns("*.safetensors"))
     with pytest.raises(RankFailed, match=r"EngineError: runtime 'torch': found .* loaded with runtime 'triton'"):
         tp1.run(on_ranks.load_beside_another_runtime, model, "triton", "torch")
+    with pytest.raises(RankFailed, match="'aiter', which is not installed here"):
+        tp1.run(on_ranks.load, model, extra=on_ranks.GFX950 | {"runtime": "aiter"})
     with pytest.raises(RankFailed, match="Cannot find any model weights"):
         tp1.run(on_ranks.load_beside_another_runtime, model, "torch", "torch")
+
+
+def test_a_server_names_a_recipe_by_key() -> None:
+    with pytest.raises(RecipeError) as refused, explaining_flags():
+        find_recipe("GlmMoeDsaForCausaLM")
+    assert refused.value.remedy.startswith("did you mean 'GlmMoeDsaForCausalLM'? ")
+    assert """pass --model-loader-extra-config '{"recipe": "my_mla.yaml"}' (""" in refused.value.remedy
 
 
 def test_keys_of_the_inner_loader_reach_it(tp1: Ranks, glm: Path) -> None:

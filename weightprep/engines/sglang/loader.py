@@ -20,7 +20,7 @@ from weightprep.engines.sglang.compressor_check import start_compressors
 from weightprep.engines.sglang.guard import ensure_hook
 from weightprep.engines.sglang.hardware import resolve_target
 from weightprep.engines.sglang.lora import server_arguments, warn_if_lora_is_ignored
-from weightprep.engines.sglang.options import Options, explaining_inner_keys, split_options
+from weightprep.engines.sglang.options import Options, explaining_flags, explaining_inner_keys, split_options
 from weightprep.engines.sglang.prepare import Preparation, around_post_load_weights, preparation_of, preparing
 from weightprep.engines.sglang.report import check_destination
 from weightprep.engines.sglang.runtime_check import RuntimeReport, refuse_runtime, start_runtime
@@ -65,7 +65,8 @@ class WeightprepLoader(DefaultModelLoader):  # type: ignore[misc]  # sglang has 
             error; and before anything is read, WEIGHTPREP_REPORT cannot be written, or the process has another runtime
         """
         check_destination()
-        preparation = _plan(self.options, model_config)
+        with explaining_flags():
+            preparation = _plan(self.options, model_config)
         if preparation.plan.modules:
             refuse_runtime(self.options.runtime)
         with ExitStack() as stack:

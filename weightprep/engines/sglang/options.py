@@ -7,7 +7,9 @@ so a key that looks like one of ours is an error with a suggestion, and every ot
 from __future__ import annotations
 
 import difflib
+import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -15,15 +17,17 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from weightprep.contracts import name_targets
-from weightprep.errors import EngineError
+from weightprep.errors import EngineError, WeightprepError
 
-__all__ = ["TARGET_VARIABLE", "Options", "explaining_inner_keys", "split_options"]
+__all__ = ["TARGET_VARIABLE", "Options", "explaining_flags", "explaining_inner_keys", "split_options"]
 
 TARGET_VARIABLE = "WEIGHTPREP_TARGET"
 # Keys of sglang's own loaders, so that none of them is taken for a misspelt key of ours.
 _INNER_KEYS = frozenset(
     {"enable_multithread_load", "num_threads", "enable_gds", "pattern", "concurrency", "memory_limit", "distributed"}
 )
+# the command line's options that a server has as keys, and the file that a remedy gives one
+_FLAG = re.compile(r"--(recipe|precision|nextn)\b(?: ([\w.]+\.yaml))?")
 
 
 class Options(BaseModel):
@@ -115,3 +119,20 @@ def explaining_inner_keys(rest: Mapping[str, Any], inner: str) -> Iterator[None]
             wanted=f"keys of weightprep, or of sglang's loader for {inner!r}, which gets all others",
             remedy=_OUR_KEYS,
         ) from error
+
+
+@contextmanager
+def explaining_flags() -> Iterator[None]:
+    """While a model is planned, whose errors name options of the command line: a server has them as keys.
+
+    :raises WeightprepError: the same, with the keys in its remedy
+    """
+    try:
+        yield
+    except WeightprepError as error:
+        remedy = _FLAG.sub(_as_key, error.remedy)
+        raise type(error)(error.subject, found=error.found, wanted=error.wanted, remedy=remedy) from None
+
+
+def _as_key(flag: re.Match[str]) -> str:
+    return f"--model-loader-extra-config '{json.dumps({flag[1]: flag[2] or '...'})}'"
