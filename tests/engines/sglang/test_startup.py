@@ -350,3 +350,34 @@ def test_weights_under_a_lora_wrapper_are_prepared_and_the_wrapper_stays(tp1: Ra
     active, (before, after) = tp1.run(on_ranks.update_under_lora, (str(glm), "weightprep", False), 1)[0]
     assert active
     assert float(after) == 2 * float(before)
+
+
+def start_with_bmm_fp8(state: Any, runtime: str) -> tuple[dict[str, Any], list[str]]:
+    """What a start says where sglang has bound CUDA's kernel, which it does not without a GPU."""
+    from dataclasses import asdict
+    from unittest.mock import patch
+
+    from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
+
+    from weightprep.engines.sglang import runtime_check, runtime_hooks
+
+    kept = runtime_hooks._runtime, runtime_hooks._backend
+    try:
+        with (
+            patch.object(torch.cuda, "is_available", lambda: True),
+            patch.object(forward_mla, "bmm_fp8", lambda *args: None, create=True),
+            on_ranks.logged() as messages,
+        ):
+            return asdict(runtime_check.start_runtime(runtime)), messages
+    finally:
+        runtime_hooks._runtime, runtime_hooks._backend = kept
+
+
+def test_whose_absorbed_products_run_is_told(tp1: Ranks) -> None:
+    report, log = tp1.run(start_with_bmm_fp8, "upstream")[0]
+    assert (report["asked"], report["hooks"]) == ("upstream", ())
+    assert log == ["weightprep: absorbed products as sglang's own: the option runtime is upstream"]
+    report, log = tp1.run(start_with_bmm_fp8, "triton")[0]
+    (hook,) = report["hooks"]
+    assert hook.endswith(".forward_mla.bmm_fp8")
+    assert log == ["weightprep: absorbed V batch-major by weightprep, runtime triton: hooks on bmm_fp8"]

@@ -24,7 +24,7 @@ _gauge: Any = None
 
 
 def export_layers(paths: Mapping[str, int]) -> None:
-    """Set `weightprep_layers{path}`, and from now on count `weightprep_path_calls_total{path}` after the witness."""
+    """Set `weightprep_layers{path}`, and from now on count calls and declined calls after the witness."""
     global _gauge
     if _DIRECTORY not in os.environ or importlib.util.find_spec("prometheus_client") is None:
         return
@@ -39,20 +39,28 @@ def export_layers(paths: Mapping[str, int]) -> None:
 
 
 class CallExporter:
-    """Carries the witness's counts over to a Prometheus counter, which can only be added to."""
+    """Carries the witness's counts over to Prometheus counters, which can only be added to."""
 
     def __init__(self) -> None:
         from prometheus_client import Counter as PrometheusCounter
 
-        self._counter = PrometheusCounter("weightprep_path_calls", "Absorbed matmuls by kernel path", ["path"])
-        self._exported: Counter[str] = Counter()
+        self._taken = PrometheusCounter("weightprep_path_calls", "Absorbed matmuls by kernel path", ["path"])
+        self._declined = PrometheusCounter(
+            "weightprep_path_declined", "Calls that a hooked function left to sglang's own", ["path", "reason"]
+        )
+        self._exported: Counter[tuple[str, ...]] = Counter()
 
     def sync(self) -> None:
         """Add what was counted since the last call."""
         for path, count in witness.counts().items():
-            # the witness may have been reset in between
-            self._counter.labels(path).inc(max(0, count - self._exported[path]))
-            self._exported[path] = count
+            self._add(self._taken, (path,), count)
+        for labels, count in witness.declined().items():
+            self._add(self._declined, labels, count)
+
+    def _add(self, counter: Any, labels: tuple[str, ...], count: int) -> None:
+        # the witness may have been reset in between
+        counter.labels(*labels).inc(max(0, count - self._exported[labels]))
+        self._exported[labels] = count
 
     def run(self) -> None:
         """Sync for as long as the process lives."""

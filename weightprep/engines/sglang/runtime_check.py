@@ -56,7 +56,7 @@ def start_runtime(runtime: str) -> RuntimeReport:
     hooks = tuple(hook.target for hook in register_runtime_hooks(runtime))
     if hooks:
         names = ", ".join(name.rpartition(".")[2] for name in hooks)
-        report = RuntimeReport(runtime, hooks, f"weightprep's functions are around {names}")
+        report = RuntimeReport(runtime, hooks, f"hooks on {names}")
         logger.info("weightprep: absorbed V batch-major by weightprep, runtime %s: %s", runtime, report.reason)
         return report
     if runtime == "upstream":
