@@ -49,6 +49,9 @@ def main() -> None:
                 "modelopt": _loader(args.load_format, args.model_loader_extra_config, "modelopt_fp8"),
                 "updates": {str(name): _update(name) for name in (None, "direct", "route._custom_weight_loader")},
                 "remote": _refusal([*flags, "--load-format", "weightprep", "--model-path", "s3://bucket/model"]),
+                "misspelt": _refusal(
+                    [*flags, "--load-format", "weightprep", "--model-loader-extra-config", '{"precison": "fp8"}']
+                ),
                 "ray": _refusal([*flags, "--load-format", "weightprep", "--use-ray"]),
             }
         )

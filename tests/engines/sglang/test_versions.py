@@ -62,8 +62,9 @@ def test_route_reaches_our_loader(version: str, routes: dict[str, dict[str, Any]
     [
         ("remote", "EngineError: --model-path s3://bucket/model: found a remote model"),
         ("ray", "EngineError: --use-ray: found Ray actors, in which sglang loads no plugins"),
+        ("misspelt", "EngineError: --model-loader-extra-config: precison: found an unknown key; wanted 'precision', "),
     ],
-    ids=["remote", "ray"],
+    ids=["remote", "ray", "misspelt"],
 )
 def test_what_would_replace_the_loader_is_refused(
     situation: str, refusal: str, version: str, routes: dict[str, dict[str, Any] | str | None]

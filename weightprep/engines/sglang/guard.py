@@ -7,10 +7,12 @@ never without it.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from typing import Any
 
+from weightprep.engines.sglang.options import split_options
 from weightprep.engines.sglang.versions import GET_MODEL_LOADER, check_support
 from weightprep.errors import EngineError, WeightprepError
 
@@ -23,8 +25,9 @@ def guard_server(server: Any) -> None:
     """Refuse what sglang would load in another way, or in processes that have no plugins.
 
     :param server: sglang's ServerArgs before it has chosen a load format
-    :raises EngineError: a remote model, or Ray actors
+    :raises EngineError: a remote model, Ray actors, or a key of ours that is misspelt or has no such value
     """
+    split_options(_extra_config(server))
     for flag, path in (
         ("--model-path", getattr(server, "model_path", None)),
         ("--speculative-draft-model-path", getattr(server, "speculative_draft_model_path", None)),
@@ -45,6 +48,16 @@ def guard_server(server: Any) -> None:
             remedy="leave --use-ray out, or serve a checkpoint from `weightprep convert --layout inline` without the "
             "flag",
         )
+
+
+def _extra_config(server: Any) -> dict[str, Any]:
+    """What --model-loader-extra-config holds; nothing where it is no JSON object, which sglang refuses itself."""
+    given = getattr(server, "model_loader_extra_config", None)
+    try:
+        parsed = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
 def guard_loader_choice(load_config: Any) -> None:
