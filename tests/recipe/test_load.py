@@ -169,6 +169,80 @@ def test_a_misspelt_name_of_a_recipe() -> None:
         load_recipe("glm_moe_dsb")
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "found", "wanted", "remedy"),
+    [
+        (
+            "granularity: tensor",
+            "granularity: tensr",
+            "'tensr'",
+            "'tensor', 'channel' or 'block'",
+            "did you mean 'tensor'? ",
+        ),
+        ("passes: [fp8_block", "passes: [fp8_blok", "'fp8_blok'", "'bf16', ", "did you mean 'fp8_block'? "),
+        ("min_sqnr_db: 28", "min_sqnr_db: much", "'much'", "a number", ""),
+        ("on: [decoder, nextn]", "on: decoder", "'decoder'", "a list", ""),
+        ("on: [decoder, nextn]", "on: []", "[]", "1 or more entries", ""),
+        (
+            "architectures: [GlmMoeDsaForCausalLM, GlmMoeDsaForCausalLMNextN]\n",
+            "",
+            "no such key",
+            "the key",
+            "add it; ",
+        ),
+    ],
+)
+def test_a_wrong_value_is_answered_in_plain_words(
+    tmp_path: Path, old: str, new: str, found: str, wanted: str, remedy: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(glm_with(tmp_path, old, new))
+    assert caught.value.found == found
+    assert caught.value.wanted.startswith(wanted)
+    assert caught.value.remedy.startswith(remedy)
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "found"),
+    [
+        ("schema: 1\n name: mine\n", "line 2, column 6", "mapping values are not allowed here"),
+        ("schema: 1\nname: [mine\n", "line 3, column 1", "expected ',' or ']', but got '<stream end>'"),
+        ("a: &x 1\nb: *x\n", "line 2, column 4", "an alias, which a recipe may not have"),
+        ("a: 1\na: 2\n", "line 1, column 1", "a repeated key"),
+        ("a: \x07\n", "character 4", "special characters are not allowed"),
+    ],
+)
+def test_yaml_that_is_none_is_told_by_line_and_column(tmp_path: Path, text: str, place: str, found: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    assert caught.value.subject == f"{path}: {place}"
+    assert caught.value.found == found
+
+
+@pytest.mark.parametrize("content", [b"schema: [1\n", b"\xff\n", b"schema: 1\narchitectures: [OtherForCausalLM]\n"])
+def test_a_broken_file_stops_no_other_architecture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    (tmp_path / "broken.yaml").write_bytes(content)
+    monkeypatch.setenv("WEIGHTPREP_RECIPES", str(tmp_path))
+    assert find_recipe("GlmMoeDsaForCausalLM").name == "glm_moe_dsa"
+    with pytest.raises(RecipeError, match="no recipe for it"):
+        find_recipe("LlamaForCausalLM")
+    with pytest.raises(RecipeError, match=r"broken\.yaml"):
+        load_recipe("broken")
+    with pytest.raises(RecipeError, match=r"broken\.yaml"):
+        list_recipes()
+
+
+def test_a_broken_file_that_may_be_meant_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken.yaml").write_text("schema: 1\narchitectures: [GlmMoeDsaForCausalLM]\ncolour: red\n")
+    monkeypatch.setenv("WEIGHTPREP_RECIPES", str(tmp_path))
+    with pytest.raises(RecipeError, match=r"broken\.yaml"):
+        find_recipe("GlmMoeDsaForCausalLM")
+    assert find_recipe("DeepseekV3ForCausalLM").name == "deepseek_v3"
+
+
 @pytest.mark.parametrize("text", ["", "- a\n- b\n", "1: 2\n", "{", "\x00", "a: !!python/object/apply:os.getpid []\n"])
 def test_what_is_no_recipe(tmp_path: Path, text: str) -> None:
     with pytest.raises(RecipeError, match=r"mine\.yaml"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from weightprep.cli import app
 from weightprep.errors import RecipeError
 from weightprep.recipe import find_recipe, load_recipe, resolve
+from weightprep.synth import synthesize
 
 CONFIG = {
     "architectures": ["GlmMoeDsaForCausalLM"],
@@ -39,6 +41,31 @@ def test_a_config_without_the_key_is_the_configs() -> None:
 def test_an_unknown_architecture_is_told_how_to_begin() -> None:
     with pytest.raises(RecipeError, match=r"weightprep recipes show deepseek_v3 > my_mla.yaml"):
         find_recipe("MyMlaForCausalLM")
+
+
+@pytest.mark.parametrize("options", [[], ["--recipe", "glm_moe_dsa"]])
+@pytest.mark.parametrize("architectures", [None, []])
+def test_a_config_without_architectures_has_one_remedy(
+    tmp_path: Path, options: list[str], architectures: list[str] | None
+) -> None:
+    config = synthesize(tmp_path / "src", layers=1, shards=1) / "config.json"
+    content = {**json.loads(config.read_text()), "architectures": architectures}
+    config.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+    done = CliRunner().invoke(app, ["inspect", str(tmp_path / "src"), *options, "--json"])
+    assert done.exit_code == 2
+    error = json.loads(done.stdout)["error"]
+    assert error["subject"].endswith("config.json: architectures")
+    assert error["found"] == "none"
+    assert "GlmMoeDsaForCausalLM" in error["wanted"]
+    assert "add the name to it" in error["remedy"]
+    assert "recipes list" not in error["remedy"]
+
+
+def test_a_misspelt_architecture_under_a_recipe_is_answered_with_the_right_one() -> None:
+    with pytest.raises(RecipeError, match="did you mean 'GlmMoeDsaForCausalLM'"):
+        resolve(load_recipe("glm_moe_dsa"), {**CONFIG, "architectures": ["GlmMoeDsaForCasualLM"]})
+    with pytest.raises(RecipeError, match="did you mean 'GlmMoeDsaForCausalLM'"):
+        find_recipe("GlmMoeDsaForCasualLM")
 
 
 def test_the_verdict_on_a_recipe_is_a_result() -> None:

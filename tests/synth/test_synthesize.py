@@ -366,12 +366,24 @@ def test_a_wrapper_keeps_everything_under_text_config(tmp_path):
         ({"shards": 0}, "at least one"),
         ({"layers": 1, "shards": 5000}, r"5000 shards for \d+ tensors"),
         ({"layers": 1, "arch": "kimi_k2", "size": 10**9}, "experts"),
+        ({"layers": 2, "size": 10**6}, r"a size of 1,000,000 bytes; wanted [\d,]+ or more"),
+        ({"layers": 1, "full_dims": True, "size": 30_000_000}, r"a size of 30,000,000 bytes; wanted [\d,]+ or more"),
     ],
 )
 def test_refuses(tmp_path, arguments, message):
     with pytest.raises(RecipeError, match=message):
         synthesize(tmp_path / "dst", **arguments)
     assert not (tmp_path / "dst").exists()
+
+
+def test_the_least_size_that_a_refusal_names_is_one(tmp_path):
+    with pytest.raises(RecipeError) as caught:
+        synthesize(tmp_path / "small", layers=2, size=1)
+    least = int(caught.value.wanted.split()[0].replace(",", ""))
+    made = Checkpoint.open(synthesize(tmp_path / "least", layers=2, size=least))
+    assert sum(ref.nbytes for ref in made.tensors.values()) == least
+    with pytest.raises(RecipeError):
+        synthesize(tmp_path / "less", layers=2, size=least - 1)
 
 
 def test_a_destination_with_files_is_left_alone(tmp_path):

@@ -22,7 +22,8 @@ from weightprep.convert.sidecar import sidecar_jobs
 from weightprep.errors import CheckpointError, RecipeError
 from weightprep.formats import Encoding
 from weightprep.recipe import ModelPlan, ModulePlan, find_recipe, load_recipe, resolve
-from weightprep.recipe.resolve import NEXTN_GROUP
+from weightprep.recipe.load import shipped_architectures
+from weightprep.recipe.resolve import NEXTN_GROUP, no_architectures
 from weightprep.transforms import Form, check_composition
 from weightprep.transforms.split_kv_b import kv_b_shape
 from weightprep.transforms.stored_absorbed import STORED_NAMES, stored_shapes
@@ -56,12 +57,7 @@ def plan_model(checkpoint: Checkpoint, options: ConvertOptions) -> ModelPlan:
         model_type = checkpoint.config.raw.get("model_type")
         recipe = find_recipe(checkpoint.config.architectures[0], model_type if isinstance(model_type, str) else None)
     else:
-        raise RecipeError(
-            checkpoint.root / "config.json",
-            found="no architectures",
-            wanted="the name of the model's class",
-            remedy="name the recipe with --recipe; `weightprep recipes list` shows them",
-        )
+        raise no_architectures(checkpoint.root / "config.json", sorted(shipped_architectures()))
     return resolve(recipe, checkpoint.config.raw, precision=options.precision, nextn=options.nextn)
 
 

@@ -19,6 +19,7 @@ from weightprep.recipe.base import UNKNOWN_KEY
 from weightprep.recipe.check import check_recipe
 from weightprep.recipe.recipe import Recipe
 from weightprep.recipe.yaml_file import parse_yaml, read_text
+from weightprep.transforms.refusal import refusal
 
 __all__ = ["find_recipe", "list_recipes", "load_recipe", "recipe_directories", "shipped_architectures"]
 
@@ -82,12 +83,13 @@ def find_recipe(architecture: str, model_type: str | None = None) -> Recipe:
     """The recipe for an entry of config.json's `architectures`.
 
     :param model_type: config.json's `model_type`; decides where two recipes name the same architecture
-    :raises RecipeError: if no recipe names it
+    :raises RecipeError: if no recipe names it, or the file of one that does is unsound
     """
-    recipes = [recipe for recipe in list_recipes() if architecture in recipe.architectures and not recipe.by_name_only]
+    every = _usable(architecture)
+    recipes = [recipe for recipe in every if architecture in recipe.architectures and not recipe.by_name_only]
     recipes.sort(key=lambda recipe: (model_type not in recipe.model_types, bool(recipe.model_types), recipe.name))
     if not recipes:
-        known = sorted({name for recipe in list_recipes() for name in recipe.architectures})
+        known = sorted({name for recipe in every for name in recipe.architectures})
         raise RecipeError(
             f"architecture {architecture}",
             found="no recipe for it",
@@ -101,6 +103,25 @@ def find_recipe(architecture: str, model_type: str | None = None) -> Recipe:
             ),
         )
     return recipes[0]
+
+
+def _usable(architecture: str) -> list[Recipe]:
+    """Every sound recipe; an unsound one that cannot be the one for `architecture` stands in nobody's way.
+
+    :raises RecipeError: an unsound file has the architecture's name in it
+    """
+    recipes = []
+    for path in _files().values():
+        try:
+            text = read_text(path)
+        except RecipeError:
+            continue
+        try:
+            recipes.append(_recipe(text, path))
+        except RecipeError:
+            if architecture in text:
+                raise
+    return recipes
 
 
 def _files(directories: Iterable[Path] | None = None) -> dict[str, Path]:
@@ -138,11 +159,9 @@ def _refusal(error: ErrorDetails, path: Path) -> RecipeError:
     place = [str(part) for part in error["loc"]]
     remedy = "`weightprep recipes schema` prints what is allowed"
     if error["type"] != UNKNOWN_KEY:
+        plain = refusal(error, remedy)
         return RecipeError(
-            f"{path}: {'.'.join(place) or 'top level'}",
-            found=f"{_shorten(error['input'])}: {error['msg']}",
-            wanted="what docs/recipes.md describes",
-            remedy=f"correct the key; {remedy}",
+            f"{path}: {'.'.join(place) or 'top level'}", found=plain.found, wanted=plain.wanted, remedy=plain.remedy
         )
     key, known = error["ctx"]["key"], error["ctx"]["known"]
     return RecipeError(
@@ -151,8 +170,3 @@ def _refusal(error: ErrorDetails, path: Path) -> RecipeError:
         wanted=f"one of {', '.join(known)}",
         remedy=did_you_mean(key, known, remedy),
     )
-
-
-def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

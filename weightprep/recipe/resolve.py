@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
-from weightprep.errors import RecipeError
+from weightprep.errors import RecipeError, did_you_mean
 from weightprep.recipe.check import steps_of
 from weightprep.recipe.expression import evaluate, names_in
 from weightprep.recipe.module import LayerPart, ModulePart
 from weightprep.recipe.plan import ModelPlan, ModulePlan
 from weightprep.recipe.recipe import Recipe
 
-__all__ = ["NEXTN_GROUP", "PrecisionChoice", "resolve"]
+__all__ = ["NEXTN_GROUP", "PrecisionChoice", "no_architectures", "resolve"]
 
 # The group of layers that predicts further tokens. Quantizing it to fp4 has cost deployments every accepted draft,
 # without an error, so it takes mxfp4 only where it is named.
@@ -80,12 +80,18 @@ def resolve(
 def _unwrap(recipe: Recipe, config: Mapping[str, object]) -> tuple[str, Mapping[str, object], str]:
     architectures = config.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
+    if architecture is None:
+        raise no_architectures("config.json", recipe.architectures)
     if architecture not in recipe.architectures:
         raise RecipeError(
             "config.json: architectures",
             found=repr(architectures),
             wanted=f"one of {', '.join(recipe.architectures)} for recipe {recipe.name}",
-            remedy="choose the recipe of this architecture: `weightprep recipes list`",
+            remedy=did_you_mean(
+                str(architecture),
+                recipe.architectures,
+                "choose the recipe of this architecture: `weightprep recipes list`",
+            ),
         )
     wrapper = recipe.wrappers.get(str(architecture))
     if wrapper is None:
@@ -99,6 +105,17 @@ def _unwrap(recipe: Recipe, config: Mapping[str, object]) -> tuple[str, Mapping[
             remedy="check that config.json is the model's own",
         )
     return str(architecture), inner, wrapper.prefix
+
+
+def no_architectures(config_file: object, known: Iterable[str]) -> RecipeError:
+    """The error of a `config_file` that names no class; `known` are names that it may have."""
+    return RecipeError(
+        f"{config_file}: architectures",
+        found="none",
+        wanted=f"the name of the model's class: {', '.join(known)}",
+        remedy="take config.json from the model's repository again, or add the name to it; --recipe cannot stand in "
+        "for it, because sglang chooses the model by it too",
+    )
 
 
 def _dim(model: Mapping[str, object], key: str, where: str) -> int:

@@ -30,13 +30,14 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.composer.ComposerError(None, None, "found an alias", None)
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(None, None, "an alias, which a recipe may not have", mark)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         mapping = super().construct_mapping(node, deep=True)
         if len(mapping) != len(node.value):
-            raise yaml.constructor.ConstructorError(None, None, "found a repeated key", node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, "a repeated key", node.start_mark)
         return mapping
 
 
@@ -62,10 +63,22 @@ def parse_yaml(text: str, path: Path) -> dict[str, object]:
         document = yaml.load(text, Loader=_Loader)
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         # PyYAML lets Python's own ValueError out, for a date in month 99 or an integer of 5000 digits.
-        raise RecipeError(path, found=str(error), wanted="a YAML file", remedy="check the syntax") from None
+        place, problem = _problem(error)
+        raise RecipeError(f"{path}{place}", found=problem, wanted="a YAML file", remedy="check the syntax") from None
     if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):
         raise RecipeError(path, found=type(document).__name__, wanted="a mapping", remedy="see docs/recipes.md")
     return document
+
+
+def _problem(error: Exception) -> tuple[str, str]:
+    """Where something is wrong, and what, in one line; PyYAML's own text has several."""
+    if isinstance(error, yaml.MarkedYAMLError):
+        mark = error.problem_mark or error.context_mark
+        place = f": line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        return place, str(error.problem or error.context).removeprefix("found ")
+    if isinstance(error, yaml.reader.ReaderError):
+        return f": character {error.position + 1}", str(error.reason)
+    return "", "brackets nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def _read(path: Path) -> str:

@@ -44,7 +44,7 @@ def make_config(
 
     :param size: bytes that the weights reach at least, by routed experts
     :param overrides: keys that replace the architecture's
-    :raises RecipeError: the architecture has no experts to grow by
+    :raises RecipeError: the architecture has no experts to grow by, or is larger than `size` without further ones
     """
     config = {**architecture.config, **architecture.small, **(architecture.full if full_dims else {})}
     config["num_hidden_layers"] = layers
@@ -76,6 +76,7 @@ def _grow(
     step, first = known.get("n_group", 1), known["n_routed_experts"]
     candidates = [known["moe_intermediate_size"]] if "moe_intermediate_size" in overrides else _EXPERT_SIZES
     grown = config
+    least = _weight_bytes(architecture, encoding, {**config, "moe_intermediate_size": candidates[0]})
     for expert_size in candidates:
         grown = {**config, "moe_intermediate_size": expert_size}
         now = _weight_bytes(architecture, encoding, grown)
@@ -86,6 +87,13 @@ def _grow(
                 found=f"{architecture.name} with {known['num_hidden_layers']} layers, none of which has experts",
                 wanted="a layer with experts to grow by",
                 remedy="raise --layers",
+            )
+        if size < least:
+            raise RecipeError(
+                "synth",
+                found=f"a size of {size:,} bytes",
+                wanted=f"{least:,} or more: what the model takes without further experts",
+                remedy="ask for more, for fewer layers, or for smaller dims (without --full-dims)",
             )
         experts = first + step * max(0, -(-(size - now) // grow_by))
         grown["n_routed_experts"] = experts

@@ -18,6 +18,7 @@ from weightprep.transforms.layout import layout
 from weightprep.transforms.quantize_fp8 import quantize_fp8
 from weightprep.transforms.quantize_mxfp4 import absorb_mxfp4, quantize_mxfp4
 from weightprep.transforms.quantize_w_vc import quantize_w_vc
+from weightprep.transforms.refusal import Refusal, refusal
 from weightprep.transforms.split_kv_b import split_kv_b
 from weightprep.transforms.step import Step, Transform
 
@@ -84,10 +85,13 @@ def make_step(name: str, params: Mapping[str, Any] | None, where: str) -> Step:
         first = error.errors()[0]
         path = ".".join(str(part) for part in first["loc"])
         fields = known[name].params.model_fields
+        remedy = "docs/recipes.md describes each step's parameters"
+        if path in fields:
+            plain = refusal(first, remedy)
+        else:
+            known_names = ", ".join(fields) or "no parameters"
+            plain = Refusal("an unknown parameter", known_names, did_you_mean(path, fields, remedy))
         raise RecipeError(
-            f"{where}.{name}.{path}",
-            found=f"{first['input']!r}: {first['msg']}",
-            wanted=", ".join(fields) or "no parameters",
-            remedy=did_you_mean(path, fields.keys() - {path}, "docs/recipes.md describes each step's parameters"),
+            f"{where}.{name}.{path}", found=plain.found, wanted=plain.wanted, remedy=plain.remedy
         ) from None
     return Step(known[name], {field: getattr(checked, field) for field in known[name].params.model_fields})
