@@ -263,6 +263,44 @@ def test_completion_can_be_installed_and_completes(tmp_path: Path) -> None:
     assert [part.split() for part in shell.stdout.split("--\n")] == [["convert"], ["--layout"], ["ray"]]
 
 
+@pytest.mark.parametrize(
+    ("shell", "mark"),
+    [
+        ("bash", "complete -o default -F"),
+        ("zsh", "#compdef weightprep"),
+        ("fish", "complete --command weightprep"),
+        ("pwsh", "Register-ArgumentCompleter -Native -CommandName weightprep"),
+    ],
+)
+def test_completion_is_that_of_the_shell_that_is_named(shell: str, mark: str) -> None:
+    """Shells that are not installed here are asked for too: what is printed does not depend on who asks."""
+    done = run("--show-completion", shell)
+    assert done.returncode == 0, done.stderr
+    assert mark in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("shell", "file"), [("zsh", ".zfunc/_weightprep"), ("fish", ".config/fish/completions/weightprep.fish")]
+)
+def test_completion_is_installed_for_no_other_shell(shell: str, file: str, tmp_path: Path) -> None:
+    assert run("--install-completion", shell, HOME=str(tmp_path)).returncode == 0
+    assert (tmp_path / file).is_file()
+    assert not (tmp_path / ".bashrc").exists()
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_what_the_scripts_of_other_shells_ask_is_answered(shell: str) -> None:
+    asked = {"_WEIGHTPREP_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": "weightprep conv"}
+    done = run(**asked, _TYPER_COMPLETE_FISH_ACTION="get-args")
+    assert "convert" in done.stdout, done.stderr
+
+
+def test_a_shell_without_completion_is_a_usage_error(tmp_path: Path) -> None:
+    for arguments in (["--install-completion"], ["--install-completion", "tcsh"]):
+        assert run(*arguments, HOME=str(tmp_path)).returncode == 2
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_reader_that_has_seen_enough(source: Path) -> None:
     pipeline = f"{sys.executable} -m weightprep inspect {source} --json | head -1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", pipeline], capture_output=True, text=True, check=False)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from weightprep import __version__
+from weightprep.cli.completion import InstallCompletion, ShowCompletion, answer_shells
 from weightprep.cli.convert import convert
 from weightprep.cli.doctor import doctor
 from weightprep.cli.inspect import inspect
@@ -21,6 +22,7 @@ __all__ = ["app"]
 app = typer.Typer(
     name="weightprep",
     no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -37,10 +39,13 @@ def main(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
+    install_completion: InstallCompletion = None,
+    show_completion: ShowCompletion = None,
 ) -> None:
     """Put model weights into exactly the form on which sglang's fast kernels gate."""
 
 
+answer_shells()
 for command in (convert, inspect, verify, report, synth, doctor):
     app.command()(command)
 app.add_typer(recipes)
