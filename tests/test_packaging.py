@@ -43,5 +43,5 @@ def test_wheel_registers_the_sglang_plugin_and_the_command(installed: Path) -> N
     (entry_points,) = installed.glob("weightprep-*.dist-info/entry_points.txt")
     text = entry_points.read_text()
     assert "[sglang.srt.plugins]\nweightprep = weightprep.engines.sglang.plugin:register" in text
-    assert "weightprep = weightprep.cli:app" in text
+    assert "weightprep = weightprep.__main__:main" in text
     assert (installed / "weightprep" / "py.typed").exists()

@@ -16,6 +16,7 @@ __all__ = [
     "CheckpointError",
     "ContractError",
     "EngineError",
+    "Interrupted",
     "QualityError",
     "RecipeError",
     "WeightprepError",
@@ -43,6 +44,16 @@ class WeightprepError(Exception):
         self.wanted = wanted
         self.remedy = remedy
         super().__init__(f"{self.subject}: found {found}; wanted {wanted}\n  -> {remedy}")
+
+    def describe(self) -> dict[str, str]:
+        """The parts, for JSON."""
+        return {
+            "type": type(self).__name__,
+            "subject": self.subject,
+            "found": self.found,
+            "wanted": self.wanted,
+            "remedy": self.remedy,
+        }
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Exceptions are pickled by their positional arguments; these are named."""
@@ -72,6 +83,23 @@ class ContractError(WeightprepError):
     """Weights do not have the form that a kernel's gate compares with; carries every violation of the model."""
 
     exit_code = 1
+
+
+class Interrupted(WeightprepError):
+    """Somebody pressed Ctrl-C, or sent SIGINT."""
+
+    exit_code = 130
+
+    def __init__(self, command: str) -> None:
+        super().__init__(
+            command,
+            found="an interruption",
+            wanted="the end of the command",
+            remedy="what is finished has been kept: run the same command again to go on",
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.subject,)
 
 
 def did_you_mean(name: str, known: Iterable[str], remedy: str) -> str:

@@ -131,6 +131,31 @@ def test_usage_errors_are_text_alone(wrong: list[str]) -> None:
     assert "Usage: " in done.stderr
 
 
+@pytest.mark.parametrize("start", [["-m", "weightprep"], ["-c", "from weightprep.__main__ import main; main()"]])
+@pytest.mark.parametrize("module", ["typer", "yaml"])
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_an_interruption_is_told_of_while_the_program_still_imports(
+    source: Path, tmp_path: Path, start: list[str], module: str, options: list[str]
+) -> None:
+    """SIGINT in the import of `module`: typer is imported before the command is known, yaml by the command itself."""
+    code = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)"
+    (tmp_path / f"{module}.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, *start, "convert", source, tmp_path / "dst", *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
+    assert done.returncode == 130
+    assert done.stderr == "interrupted; what is finished has been kept: run the same command again to go on\n"
+    if options:
+        assert json.loads(done.stdout)["error"]["type"] == "Interrupted"
+    else:
+        assert done.stdout == ""
+    assert not (tmp_path / "dst").exists()
+
+
 def test_exit_codes(source: Path, converted: Path, tmp_path: Path) -> None:
     spoiled = tmp_path / "spoiled"
     shutil.copytree(converted, spoiled)

@@ -16,11 +16,10 @@ from typing import Any, ParamSpec
 
 import typer
 
-from weightprep.errors import WeightprepError
+from weightprep.errors import Interrupted, WeightprepError
 
-__all__ = ["DEFAULT_WORKERS", "INTERRUPTED", "command", "print_json", "print_lines", "printable", "say"]
+__all__ = ["DEFAULT_WORKERS", "command", "print_json", "print_lines", "printable", "say"]
 
-INTERRUPTED = 130
 # More shards in flight than this gain nothing on one disk.
 DEFAULT_WORKERS = min(os.cpu_count() or 1, 4)
 P = ParamSpec("P")
@@ -66,12 +65,15 @@ def command(function: Callable[P, int | None]) -> Callable[P, None]:
             code = function(*args, **kwargs)
         except WeightprepError as error:
             if as_json:
-                print_json("error", {"error": describe_error(error)})
+                print_json("error", {"error": error.describe()})
             say(f"error: {error.subject}: found {error.found}; wanted {error.wanted}", f"  -> {error.remedy}")
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
-            say("interrupted; what is finished has been kept: run the same command again to go on")
-            raise typer.Exit(INTERRUPTED) from None
+            interrupted = Interrupted(function.__name__.rstrip("_"))
+            if as_json:
+                print_json("error", {"error": interrupted.describe()})
+            say(f"interrupted; {interrupted.remedy}")
+            raise typer.Exit(interrupted.exit_code) from None
         except BrokenPipeError:
             # The reader has seen enough (`| head`); flushing at exit must not complain about it either.
             sys.stdout = None
@@ -80,14 +82,3 @@ def command(function: Callable[P, int | None]) -> Callable[P, None]:
 
     run.__signature__ = inspect.signature(function, eval_str=True)  # type: ignore[attr-defined]
     return run
-
-
-def describe_error(error: WeightprepError) -> dict[str, str]:
-    """The parts of an error, for JSON."""
-    return {
-        "type": type(error).__name__,
-        "subject": error.subject,
-        "found": error.found,
-        "wanted": error.wanted,
-        "remedy": error.remedy,
-    }
