@@ -23,6 +23,7 @@ from weightprep.convert.options import ConvertOptions, Layout
 from weightprep.convert.plan import ModuleJob
 from weightprep.convert.planner import make_plan
 from weightprep.errors import CheckpointError
+from weightprep.formats.e4m3_table import encode_table
 from weightprep.synth import synthesize
 
 
@@ -151,6 +152,17 @@ def test_refuses_what_the_steps_refuse(job: ModuleJob) -> None:
         refusal = by_table(with_source(job, WEIGHTS[kind]))
         assert isinstance(refusal, str)
         assert "a NaN or an infinity in the weight" in refusal
+
+
+def test_refuses_a_weight_that_grew_between_the_two_passes(job: ModuleJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = with_source(job, WEIGHTS["one value"])
+
+    def swap(*arguments: object) -> object:
+        with_source(job, np.array([0x7FC0], dtype=np.uint16))
+        return encode_table(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("weightprep.convert.by_table.encode_table", swap)
+    assert "than a moment before" in str(by_table(changed))
 
 
 def test_is_for_bf16_to_fp8_under_one_scale_only(tmp_path: Path) -> None:

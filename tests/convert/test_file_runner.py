@@ -74,7 +74,7 @@ def hashes(root: Path) -> dict[str, str]:
 
 
 def unfinished(destination: Path) -> list[Path]:
-    return list((destination.with_name(destination.name + ".partial") / "unfinished").iterdir())
+    return list((destination.with_name(destination.name + ".partial") / "unfinished").glob("*"))
 
 
 def unsupported(*_: int) -> int:

@@ -22,11 +22,12 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from weightprep.cli import app
-from weightprep.convert.execute import execute
+from weightprep.convert.execute import Result, execute
 from weightprep.convert.files import Unwatched
+from weightprep.convert.journal import finished_files
 from weightprep.convert.options import ConvertOptions, Layout, LinkMode
 from weightprep.convert.planner import make_plan
-from weightprep.errors import CheckpointError, WeightprepError
+from weightprep.errors import CheckpointError, QualityError, WeightprepError
 from weightprep.synth import synthesize
 
 
@@ -46,8 +47,8 @@ def options(source: Path, destination: Path, **changes: object) -> ConvertOption
     return ConvertOptions(source, destination, link=LinkMode.COPY, **changes)  # type: ignore[arg-type]
 
 
-def convert(source: Path, destination: Path, **changes: object) -> None:
-    execute(make_plan(options(source, destination, **changes)), Unwatched())
+def convert(source: Path, destination: Path, **changes: object) -> Result:
+    return execute(make_plan(options(source, destination, **changes)), Unwatched())
 
 
 # Imports once and forks for every conversion, so that a kill hits the conversion and not the start of Python.
@@ -358,14 +359,61 @@ def test_people_can_read_plan_and_journal(source: Path, tmp_path: Path) -> None:
 def test_read_error_is_resumable(
     source: Path, tmp_path: Path, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
+    finished = tmp_path / "dst.partial" / "files"
     with monkeypatch.context() as patch:
-        failing(patch, [call], errno.EIO, 3, lambda _: True)
+        failing(patch, [call], errno.EIO, 1, lambda _: any(finished.glob("*.safetensors")))
         with pytest.raises(WeightprepError, match="Input/output error"):
             convert(source, tmp_path / "dst", workers=1)
     assert not (tmp_path / "dst").exists()
-    assert (tmp_path / "dst.partial").exists()
-    convert(source, tmp_path / "dst", workers=1)
+    assert convert(source, tmp_path / "dst", workers=1).resumed > 0
     assert hashes(tmp_path / "dst") == reference
+
+
+def test_nothing_finished_is_thrown_away_whatever_failed(
+    tmp_path: Path, source: Path, reference: dict[str, str]
+) -> None:
+    """A source that goes away for a moment; a worker of a cluster that reports a full disk fails the same way."""
+
+    class Unmount(Unwatched):
+        def end(self, file: str) -> None:
+            if there.exists():
+                there.rename(away)
+
+    there, away = tmp_path / "src", tmp_path / "away"
+    shutil.copytree(source, there)
+    with pytest.raises(CheckpointError):
+        execute(make_plan(ConvertOptions(there, tmp_path / "dst", link=LinkMode.COPY, workers=1)), Unmount())
+    away.rename(there)
+    assert convert(there, tmp_path / "dst", workers=1).resumed == 1
+    assert hashes(tmp_path / "dst") == reference
+
+
+def test_a_waived_floor_goes_on_with_what_is_converted(tmp_path: Path) -> None:
+    source = synthesize(tmp_path / "src", shards=2)
+    recipe = tmp_path / "strict.yaml"
+    text = (Path(__file__).parents[2] / "configs" / "glm_moe_dsa.yaml").read_text()
+    recipe.write_text(text.replace("name: glm_moe_dsa", "name: strict").replace("min_sqnr_db: 28", "min_sqnr_db: 99"))
+    with pytest.raises(QualityError, match="of its worst head"):
+        convert(source, tmp_path / "dst", recipe=str(recipe))
+    result = convert(source, tmp_path / "dst", recipe=str(recipe), allow_quality_loss=True)
+    assert result.resumed == 2
+    assert (tmp_path / "dst").is_dir()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"file": 5, "bytes": 1, "modules": []}',
+        '{"file": [], "bytes": 1, "modules": []}',
+        '{"file": "\\u0000", "bytes": 1, "modules": []}',
+        '{"file": "\\ud800", "bytes": 1, "modules": []}',
+        "[" * 100_000,
+        "no JSON",
+    ],
+)
+def test_a_strangers_line_in_the_journal_finishes_nothing(tmp_path: Path, line: str) -> None:
+    (tmp_path / "journal-1-of-1.jsonl").write_text(line + "\n")
+    assert finished_files(tmp_path) == {}
 
 
 def test_file_systems_without_copy_in_the_kernel(
@@ -403,7 +451,7 @@ def test_source_that_changes_after_the_plan(tmp_path: Path, change: Callable[[Pa
     with pytest.raises(CheckpointError, match="what the plan was made from"):
         execute(plan, Unwatched())
 
-    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+    assert not (tmp_path / "dst").exists()
 
 
 def test_source_that_changes_between_two_runs(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from weightprep.cli import app
+from weightprep.convert.quant_config import _DECLARE
+from weightprep.errors import CheckpointError
 from weightprep.synth import synthesize
 
 KV_B = "model.layers.1.self_attn.kv_b_proj"
@@ -142,6 +144,30 @@ def test_quark(tmp_path: Path, entry: str) -> None:
     )
     assert DRAFT_KV_B in made["layer_quant_config"]
     assert stored(destination, f"{KV_B}.weight_scale").shape == ()
+
+
+@pytest.mark.parametrize(
+    ("method", "key", "value"),
+    [
+        ("compressed-tensors", "config_groups", []),
+        ("compressed-tensors", "config_groups", ""),
+        ("compressed-tensors", "config_groups", {"group_0": []}),
+        ("quark", "layer_quant_config", True),
+        ("quark", "layer_quant_config", []),
+    ],
+)
+def test_schemes_that_are_no_objects_are_refused_by_name(method: str, key: str, value: object) -> None:
+    with pytest.raises(CheckpointError, match="wanted an object") as refusal:
+        _DECLARE[method]({"format": "pack-quantized", key: value}, ["model.layers.0.self_attn.kv_b_proj"])
+    assert key in refusal.value.subject or "group_0" in refusal.value.subject
+
+
+@pytest.mark.parametrize(("method", "key"), [("compressed-tensors", "config_groups"), ("quark", "layer_quant_config")])
+@pytest.mark.parametrize("absent", ["{}", "null"])
+def test_schemes_that_are_absent_are_begun(method: str, key: str, absent: str) -> None:
+    quantization = {key: json.loads(absent)}
+    _DECLARE[method](quantization, ["model.layers.0.self_attn.kv_b_proj"])
+    assert len(quantization[key]) == 1
 
 
 def test_entries_that_name_nothing_are_listed(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -133,6 +134,43 @@ def refused(*arguments: object) -> str:
     assert done.exit_code == 2
     assert done.stderr.startswith("error: ")
     return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("target_encoding", "</script><script>alert(1)</script>"),
+        ("source_encoding", "<b>"),
+        ("target_sha256", {}),
+        ("target_sha256", {"no.such.tensor": "0"}),
+        ("layer", 10**400),
+        ("layer", -1),
+    ],
+)
+def test_an_edited_manifest_is_refused(made: Path, tmp_path: Path, key: str, value: object) -> None:
+    edited = tmp_path / "dst"
+    shutil.copytree(made / "dst", edited)
+    document = json.loads((edited / "weightprep.json").read_text())
+    document["modules"][0][key] = value
+    (edited / "weightprep.json").write_text(json.dumps(document))
+    refused(edited, "-o", tmp_path / "r.html")
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_a_module_twice_is_refused(made: Path, tmp_path: Path) -> None:
+    edited = tmp_path / "dst"
+    shutil.copytree(made / "dst", edited)
+    document = json.loads((edited / "weightprep.json").read_text())
+    document["modules"] *= 2
+    (edited / "weightprep.json").write_text(json.dumps(document))
+    assert "twice" in refused(edited, "-o", tmp_path / "r.html")
+
+
+def test_a_name_that_is_not_utf_8(made: Path, tmp_path: Path) -> None:
+    named = tmp_path / "d\udcff"
+    shutil.copytree(made / "dst", named)
+    assert CliRunner().invoke(app, ["report", str(named), "-o", str(tmp_path / "r.html")]).exit_code == 0
+    assert "d\ufffd" in (tmp_path / "r.html").read_text()
 
 
 @pytest.mark.parametrize("output", ["nosuch/page.html", "folder", "file/page.html"])

@@ -21,6 +21,9 @@ __all__ = ["MANIFEST_NAME", "SIDECAR_MANIFEST", "Manifest", "ModuleRecord", "Qua
 MANIFEST_NAME = "weightprep.json"
 SIDECAR_MANIFEST = Path("weightprep/manifest.json")
 _MAX_BYTES = 256 * 2**20
+# Far more than any model has; a report draws them.
+_MAX_LAYERS = 100_000
+_ENCODING = r"^[a-z][a-z0-9_]*$"
 
 
 class _Frozen(BaseModel):
@@ -61,13 +64,13 @@ class ModuleRecord(_Frozen):
     """
 
     module: str
-    layer: int
+    layer: int = Field(ge=0, lt=_MAX_LAYERS)
     group: str
     file: str
-    source_encoding: str
-    target_encoding: str
+    source_encoding: str = Field(pattern=_ENCODING)
+    target_encoding: str = Field(pattern=_ENCODING)
     source_sha256: dict[str, str] = Field(min_length=1)
-    target_sha256: dict[str, str]
+    target_sha256: dict[str, str] = Field(min_length=1)
     scale: float | None
     quality: QualityRecord
     overrides_exclude: str | None = None

@@ -12,7 +12,7 @@ from weightprep.deferred import torch
 from weightprep.errors import CheckpointError
 from weightprep.formats.encoding import FOREIGN_SUFFIXES, SCALE_SUFFIXES, WEIGHT_SUFFIXES, EncodedShape, classify
 
-__all__ = ["SourceModule", "find_module", "read_slices", "read_tensor"]
+__all__ = ["SourceModule", "changed_while_read", "find_module", "read_slices", "read_tensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +108,15 @@ def _fill(view: memoryview, fd: int, ref: TensorRef, start: int) -> None:
         except OSError as error:
             raise unreadable(ref.path, error) from None
         if got == 0:
-            raise CheckpointError(
-                ref.path,
-                found=f"the end of the file inside tensor {ref.name!r}",
-                wanted=f"{ref.nbytes} bytes at offset {ref.offset}",
-                remedy="the file changed while it was being read: leave the checkpoint alone and run again",
-            )
+            raise changed_while_read(ref, f"the end of the file inside tensor {ref.name!r}")
         done += got
+
+
+def changed_while_read(ref: TensorRef, found: str) -> CheckpointError:
+    """The error of a file that was another one a moment ago."""
+    return CheckpointError(
+        ref.path,
+        found=found,
+        wanted=f"{ref.nbytes} bytes at offset {ref.offset}, the same each time",
+        remedy="the file changed while it was being read: leave the checkpoint alone and run again",
+    )

@@ -6,6 +6,7 @@ Nothing is fetched when the page is opened and no script runs.
 from __future__ import annotations
 
 import html
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +59,7 @@ def render_report(destination: Path, run_file: Path | None = None) -> str:
     run = None if run_file is None else read_run(run_file, manifest, destination)
     after = _tensors(destination)
     before = _before(manifest, Checkpoint.open(destination))
-    name = html.escape(destination.resolve().name)
+    name = html.escape(os.fsencode(destination.resolve().name).decode(errors="replace"))
     parts = [
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>weightprep: {name}</title>",
         "<meta name='viewport' content='width=device-width, initial-scale=1'>",
