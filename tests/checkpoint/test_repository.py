@@ -319,3 +319,18 @@ def test_a_shard_whose_name_is_no_text_is_refused(tmp_path):
     (tmp_path / "model.safetensors").rename(tmp_path / os.fsdecode(b"model\xff.safetensors"))
     with pytest.raises(CheckpointError, match="plain file name"):
         Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("address", "meant"),
+    [
+        ("https://huggingface.co/zai-org/GLM-5.2", "zai-org/GLM-5.2"),
+        ("https:/huggingface.co/zai-org/GLM-5.2/", "zai-org/GLM-5.2"),
+        ("https://huggingface.co/zai-org/GLM-5.2/tree/main", "zai-org/GLM-5.2"),
+        ("https://hub.example:8080/zai-org/GLM-5.2/blob/v2/config.json", "zai-org/GLM-5.2@v2"),
+    ],
+)
+def test_the_address_of_a_page_is_answered_with_the_repositorys_name(address, meant):
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open(Path(address))
+    assert caught.value.remedy == f"use {meant}"

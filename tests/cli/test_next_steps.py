@@ -57,6 +57,16 @@ def test_a_recipe_file_goes_into_both_lines(tmp_path: Path) -> None:
     assert not any(MAY_LEAVE_OUT in text for text in lines)
 
 
+def test_verify_without_the_file_of_a_private_recipe_asks_for_it(tmp_path: Path) -> None:
+    own_recipe(tmp_path)
+    convert(tmp_path, "--recipe", "foo.yaml")
+    command = [sys.executable, "-m", "weightprep", "verify", "src", "dst"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "weightprep.json: recipe foo: found recipe foo: no recipe of this name" in done.stderr
+    assert "-> pass its file with --recipe FILE" in done.stderr
+
+
 @pytest.mark.parametrize("options", [(), ("--recipe", "glm_moe_dsa")])
 def test_a_known_architecture(tmp_path: Path, options: tuple[str, ...]) -> None:
     synthesize(tmp_path / "src", layers=2, shards=1)

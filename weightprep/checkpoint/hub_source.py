@@ -9,10 +9,15 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-__all__ = ["HubSource", "locate", "locate_cached", "parse_hub_source"]
+__all__ = ["HubSource", "locate", "locate_cached", "parse_hub_source", "web_address"]
 
 # org/name, hf://org/name, with @revision; typer and pathlib turn the two slashes of the scheme into one.
 _HUB_ID = re.compile(r"(?:hf:/{1,2})?(?P<repo>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[\w./-]+))?")
+
+# A page of the hub, whose two slashes pathlib has made one, with what follows the name of a branch.
+_WEB_ADDRESS = re.compile(
+    r"https?:/{1,2}[\w.-]+(?::\d+)?/(?P<repo>[\w.-]+/[\w.-]+)(?:/(?:tree|blob)/(?P<revision>[\w.-]+).*)?/?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,12 @@ class HubSource:
 
     def __str__(self) -> str:
         return f"{self.repo}@{self.revision}"
+
+
+def web_address(source: str | Path) -> HubSource | None:
+    """The repository whose page on the web somebody gave for a checkpoint, None where `source` is none."""
+    found = _WEB_ADDRESS.fullmatch(str(source))
+    return None if found is None else HubSource(found["repo"], found["revision"] or "main")
 
 
 def parse_hub_source(source: str | Path) -> HubSource | None:

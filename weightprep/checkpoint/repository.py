@@ -17,6 +17,7 @@ from types import MappingProxyType
 from weightprep.checkpoint.config import CONFIG_NAME, ModelConfig, read_config
 from weightprep.checkpoint.dtypes import DTYPES
 from weightprep.checkpoint.header import Header, TensorInfo, read_header
+from weightprep.checkpoint.hub_source import web_address
 from weightprep.checkpoint.json_file import read_object
 from weightprep.checkpoint.paths import check_name, walk_files
 from weightprep.deferred import torch
@@ -113,6 +114,13 @@ class Checkpoint:
         """
         root = Path(path)
         if not root.is_dir():
+            if (page := web_address(path)) is not None:
+                raise CheckpointError(
+                    path,
+                    found="the address of a page",
+                    wanted="a checkpoint directory, or org/name of a repository on the hub",
+                    remedy=f"use {page.repo if page.revision == 'main' else page}",
+                )
             raise CheckpointError(
                 root,
                 found="a file" if root.exists() else "nothing at this path",

@@ -9,11 +9,30 @@ from weightprep.checkpoint.manifest import MANIFEST_NAME, Manifest, ModuleRecord
 from weightprep.convert.plan import ConversionPlan
 from weightprep.convert.quality import is_below
 from weightprep.convert.reread import Finding
+from weightprep.errors import RecipeError
+from weightprep.recipe import load_recipe
 
-__all__ = ["below_floor", "check_manifest"]
+__all__ = ["below_floor", "check_manifest", "check_recipe_is_found"]
 
 # Another release that makes the same bytes and figures has done nothing wrong.
 _NOT_COMPARED = frozenset({"tool_version", "modules"})
+
+
+def check_recipe_is_found(recipe: str, manifest_path: Path) -> None:
+    """Find out before all else whether a manifest's recipe is here.
+
+    :param recipe: its name in the manifest
+    :raises RecipeError: no recipe of this name is found, or it is unsound
+    """
+    try:
+        load_recipe(recipe)
+    except RecipeError as error:
+        raise RecipeError(
+            f"{manifest_path}: recipe {recipe}",
+            found=f"{error.subject}: {error.found}",
+            wanted="the recipe that the conversion was made with",
+            remedy="pass its file with --recipe FILE",
+        ) from None
 
 
 def below_floor(plan: ConversionPlan, fresh: Sequence[ModuleRecord]) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from weightprep.checkpoint.repository import Checkpoint
 from weightprep.convert.files import Progress, Unwatched
 from weightprep.convert.fileset import check_file_set, check_index, check_repository
 from weightprep.convert.in_order import in_order
-from weightprep.convert.manifest_check import below_floor, check_manifest
+from weightprep.convert.manifest_check import below_floor, check_manifest, check_recipe_is_found
 from weightprep.convert.module import convert_module
 from weightprep.convert.options import SIDECAR_DIR, ConvertOptions, Layout
 from weightprep.convert.plan import ConversionPlan, ModuleJob
@@ -27,7 +27,6 @@ from weightprep.convert.planner import plan_contents
 from weightprep.convert.quality import describe, is_below
 from weightprep.convert.reread import Finding, Stored, check_metadata, linked_files, read_all, same_bytes, sha256_of
 from weightprep.errors import CheckpointError, WeightprepError
-from weightprep.recipe import load_recipe
 
 __all__ = ["Verdict", "verify"]
 
@@ -85,7 +84,7 @@ def verify(
         swapped = ": are the arguments swapped?" if (source / MANIFEST_NAME).exists() else ""
         return _nothing_compared(Finding(str(manifest_path), f"no manifest{swapped}", "the one that convert writes"))
     if recipe is None:
-        load_recipe(manifest.recipe)
+        check_recipe_is_found(manifest.recipe, manifest_path)
     try:
         plan = plan_contents(
             ConvertOptions(
