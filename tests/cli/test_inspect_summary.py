@@ -83,5 +83,30 @@ def test_an_architecture_that_sglang_may_not_have(tmp_path: Path) -> None:
     assert document["today_note"].startswith(note)
 
 
+ROW = re.compile(
+    r"^\| [^|]+ \| `(\w+)` \| `(\w+)` \| (\w+) \| (\w+) \| (converts|nothing to convert) \|$", re.MULTILINE
+)
+GAINS = ROW.findall((Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8"))
+
+
+def test_the_page_has_the_table() -> None:
+    assert len(GAINS) == 8
+
+
+@pytest.mark.parametrize(("arch", "encoding", "decoder", "nextn", "convert"), GAINS)
+def test_the_pages_table_is_what_inspect_says(
+    arch: str, encoding: str, decoder: str, nextn: str, convert: str, tmp_path: Path
+) -> None:
+    source = synthesize(tmp_path / "src", arch, layers=2, shards=1, encoding=encoding)
+    document = json.loads(run("inspect", source, *ENGINE, "--json").stdout)
+    found: dict[str, set[str]] = {"decoder": set(), "nextn": set()}
+    for layer in document["layers"]:
+        today = layer["today"]
+        found[layer["group"]].add("fast" if today["fast"] else "slow" if today["sound"] else "WRONG")
+        assert layer["prepared"]["fast"]
+    assert found == {"decoder": {decoder}, "nextn": {nextn} - {"none"}}
+    assert (document["nothing_to_convert"] is None) is (convert == "converts")
+
+
 def test_the_switch_is_the_one_that_sglang_reads() -> None:
     assert f"{AITER_VARIABLE}=1" == AITER_SWITCH
