@@ -132,6 +132,14 @@ def test_a_precision_that_kernels_would_misread_is_refused(
         refuse_unsound(plan, target, version)
 
 
+def test_without_aiter_what_only_its_kernels_read_is_refused_with_the_switch() -> None:
+    plan = resolve(load_recipe("glm_moe_dsa"), GLM_52, precision="mxfp4")
+    refuse_unsound(plan, "gfx950", "0.5.23", aiter=True)
+    with pytest.raises(RecipeError, match="export SGLANG_USE_AITER=1"):
+        refuse_unsound(plan, "gfx950", "0.5.23", aiter=False)
+    refuse_unsound(resolve(load_recipe("glm_moe_dsa"), GLM_52, precision="fp8"), "gfx950", "0.5.23", aiter=False)
+
+
 def test_one_misread_group_is_enough() -> None:
     plan = resolve(load_recipe("glm_moe_dsa"), GLM_52, precision={"decoder": "fp8", "nextn": "bf16+fp8"})
     with pytest.raises(RecipeError, match=r"bf16\+fp8 on gfx950"):

@@ -18,7 +18,7 @@ from sglang.srt.model_loader.loader import BaseModelLoader, DefaultModelLoader, 
 from weightprep.checkpoint.config import ModelConfig, find_quantization
 from weightprep.engines.sglang.compressor_check import start_compressors
 from weightprep.engines.sglang.guard import ensure_hook
-from weightprep.engines.sglang.hardware import resolve_target
+from weightprep.engines.sglang.hardware import aiter_is_on, resolve_target
 from weightprep.engines.sglang.lora import server_arguments, warn_if_lora_is_ignored
 from weightprep.engines.sglang.options import Options, explaining_flags, explaining_inner_keys, split_options
 from weightprep.engines.sglang.prepare import Preparation, around_post_load_weights, preparation_of, preparing
@@ -145,7 +145,7 @@ def _plan(options: Options, model_config: Any) -> Preparation:
     stated = quantization if isinstance(quantization, Mapping) else None
     block = ModelConfig(config, (architecture,), stated, None).weight_block_size
     target = resolve_target(options.target)
-    refuse_unsound(plan, target, str(installed_version() or KNOWN[-1]))
+    refuse_unsound(plan, target, str(installed_version() or KNOWN[-1]), aiter=aiter_is_on())
     return Preparation(plan, options, target, block)
 
 
