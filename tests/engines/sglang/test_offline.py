@@ -11,7 +11,7 @@ import pytest
 import torch
 from live_sglang import Absorbed
 from ranks import RankFailed, Ranks
-from safetensors.torch import load_file, save_file
+from sidecar_files import edit_sidecar
 from test_prepare import assert_same_bits
 from tiny_models import LAYERS, scale_kv_b
 from typer.testing import CliRunner
@@ -126,17 +126,39 @@ def test_sidecar_may_hold_a_nextn_that_is_kept(tp1: Ranks, sidecar: Path) -> Non
     assert kept[LAYERS].w_kc.dtype is torch.bfloat16
 
 
+def flip_a_bit(tensors: dict[str, torch.Tensor]) -> None:
+    """The least one of the first number of layer 0: its SQNR stays what it was."""
+    name = next(name for name in tensors if "layers.0." in name and name.endswith(".weight"))
+    tensors[name].view(torch.uint8)[0, 0] ^= 1
+
+
 def test_one_wrong_byte_in_a_sidecar_is_seen(tp1: Ranks, glm: Path, sidecar: Path, tmp_path: Path) -> None:
     """The comparison above can fail: a sidecar is really read."""
     other = tmp_path / "model"
     shutil.copytree(sidecar, other)
-    file = next((other / "weightprep").glob("*.safetensors"))
-    tensors = load_file(file)
-    name = next(name for name in tensors if "layers.0." in name and name.endswith(".weight"))
-    tensors[name].view(torch.uint8)[0, 0] ^= 1
-    save_file(tensors, file)
+    edit_sidecar(other, flip_a_bit, is_recorded=True)
     changed: Absorbed = tp1.run(on_ranks.load, other)[0][0]
     assert not torch.equal(changed.bits[0], tp1.run(on_ranks.load, glm)[0][0].bits[0])
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_damaged_sidecar_is_refused_on_every_rank(layer: int, tp2: Ranks, sidecar: Path, tmp_path: Path) -> None:
+    """Whichever of the two ranks hashed that layer."""
+    other = tmp_path / "model"
+    shutil.copytree(sidecar, other)
+    name = f"model.layers.{layer}.self_attn.kv_b_proj.weight"
+
+    def damage(tensors: dict[str, torch.Tensor]) -> None:
+        if name in tensors:
+            tensors[name].view(torch.uint8)[-1, -1] ^= 1
+
+    edit_sidecar(other, damage, is_recorded=False)
+    with pytest.raises(RankFailed) as failure:
+        tp2.run(on_ranks.load, other)
+    text = str(failure.value)
+    assert "EngineError" in text
+    assert f".safetensors: {name}: found SHA-256 " in text
+    assert f"`weightprep verify {other} {other}`" in text
 
 
 def test_bf16_is_upstreams_form(tp1: Ranks, glm: Path) -> None:

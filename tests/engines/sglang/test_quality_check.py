@@ -77,3 +77,33 @@ def test_a_part_in_bf16_is_not_scaled() -> None:
     prepared = per_tensor(source) | {"w_kc": source[:, :NOPE]}
     # only a third of the energy is quantized: 31.5 + 10 log10(3)
     assert 35.7 < measured(source, prepared) < 36.9
+
+
+@pytest.mark.parametrize("heads", [8, 24, 64])
+def test_heads_are_looked_at_in_even_steps_and_not_the_first_ones(heads: int) -> None:
+    """Eight of them: 0, 8, ... 56 of 64."""
+    source = weights().repeat(heads // HEADS, 1, 1)
+    rows = Bundle.source(source.flatten(0, 1), None, EncodedShape(Encoding.BF16, heads * ROWS, RANK))
+    shape = EncodedShape(Encoding.FP8_TENSOR, heads * ROWS, RANK)
+    seen = []
+    for head in range(heads):
+        prepared = per_tensor(source)
+        prepared["w_vc"][head] = 0
+        if sqnr_db(measure_noise(rows, Bundle(prepared, shape), ROWS, "kv_b_proj")) < 10:
+            seen.append(head)
+    assert seen == list(range(0, heads, heads // 8))
+
+
+def test_each_head_of_a_block_fp8_source_has_its_own_scales() -> None:
+    """Heads of 96 rows lie across blocks of 128, and each row of blocks has a scale of another size."""
+    blocks = HEADS * ROWS // 128
+    scale = 2.0 ** -(torch.arange(blocks).view(blocks, 1) % 3 + 6).float()
+    stored = (torch.randn(HEADS * ROWS, RANK, generator=torch.Generator().manual_seed(2)) * 60).to(torch.float8_e4m3fn)
+    exact = (stored.float() * scale.repeat_interleave(128, 0)).unflatten(0, (HEADS, ROWS))
+    shape = EncodedShape(Encoding.FP8_BLOCK, HEADS * ROWS, RANK, (128, 128))
+    prepared = Bundle(
+        {"w_kc": exact[:, :NOPE].bfloat16(), "w_vc": exact[:, NOPE:].transpose(1, 2).bfloat16()},
+        EncodedShape(Encoding.BF16, HEADS * ROWS, RANK),
+    )
+    # the scales are powers of two, so bf16 holds every number
+    assert sqnr_db(measure_noise(Bundle.source(stored, scale, shape), prepared, ROWS, "kv_b_proj")) == math.inf

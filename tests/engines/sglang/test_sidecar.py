@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hf_cache import COMMIT, into_cache
 from huggingface_hub import constants
+from safetensors.torch import load_file
+from sidecar_files import MANIFEST, edit_sidecar
 from typer.testing import CliRunner
 
 from weightprep.cli import app
@@ -21,7 +24,6 @@ from weightprep.errors import CheckpointError, EngineError
 from weightprep.recipe import find_recipe, resolve
 from weightprep.synth import synthesize
 
-MANIFEST = Path("weightprep/manifest.json")
 MODULE = "model.layers.0.self_attn.kv_b_proj"
 
 
@@ -62,6 +64,57 @@ def test_every_source_tensor_must_be_recorded(model: Path) -> None:
     assert opened(model).stale([MODULE]) == []
     edit_sources(model, lambda digests: digests.pop(f"{MODULE}.weight_scale_inv", None))
     assert opened(model).stale([MODULE]) == [MODULE]
+
+
+@pytest.mark.parametrize("suffix", [".weight", ".weight_scale"])
+def test_the_sidecars_own_bytes_are_those_that_were_converted(suffix: str, model: Path) -> None:
+    """A flipped bit of least weight in either tensor, which no figure of quality shows."""
+    assert opened(model).damaged([MODULE]) == []
+    before = opened(model).records[MODULE].target_sha256[MODULE + suffix]
+
+    def flip(tensors: dict[str, torch.Tensor]) -> None:
+        if MODULE + suffix in tensors:
+            tensors[MODULE + suffix].reshape(-1).view(torch.uint8)[0] ^= 1
+
+    edit_sidecar(model, flip, is_recorded=False)
+    sidecar = opened(model)
+    assert sidecar.stale([MODULE]) == []
+    assert sidecar.damaged([MODULE]) == [MODULE]
+    with pytest.raises(EngineError) as refused:
+        sidecar.refuse_damaged([MODULE])
+    (file,) = (path for path in (model / "weightprep").glob("*.safetensors") if MODULE + suffix in load_file(path))
+    assert refused.value.subject == f"{file}: {MODULE}{suffix}"
+    assert refused.value.found.startswith("SHA-256 ")
+    assert refused.value.wanted == f"SHA-256 {before}, as at its conversion"
+    assert f"`weightprep verify {model} {model}`" in refused.value.remedy
+
+
+def test_a_tensor_that_no_record_names_is_not_served(model: Path) -> None:
+    name = f"{MODULE}.weight_scale"
+    edit_sidecar(model, lambda tensors: tensors.pop(name, None), is_recorded=False)
+    assert opened(model).damaged([MODULE]) == [MODULE]
+    with pytest.raises(EngineError, match=r"weight_scale: found no such tensor"):
+        opened(model).refuse_damaged([MODULE])
+    path = model / MANIFEST
+    document = json.loads(path.read_text())
+    for record in document["modules"]:
+        record["target_sha256"].pop(name, None)
+    path.write_text(json.dumps(document))
+    assert opened(model).damaged([MODULE]) == []
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        if f"{MODULE}.weight" in tensors:
+            tensors[name] = torch.tensor(1.0)
+
+    edit_sidecar(model, add, is_recorded=False)
+    with pytest.raises(EngineError, match=r"weight_scale: found SHA-256 .* wanted no such tensor"):
+        opened(model).refuse_damaged([MODULE])
+
+
+def test_damage_on_another_rank_is_told(model: Path) -> None:
+    with pytest.raises(EngineError, match=f"{MODULE}: found SHA-256 another on another rank"):
+        opened(model).refuse_damaged([MODULE])
+    opened(model).refuse_damaged([])
 
 
 @pytest.mark.parametrize("inside", [".", "weightprep"], ids=["what convert made", "the manifest's own"])

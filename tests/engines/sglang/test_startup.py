@@ -16,9 +16,12 @@ import torch
 from ranks import RankFailed, Ranks
 from releases import wheel
 from safetensors.torch import load_file, save_file
+from sidecar_files import edit_sidecar
 from test_prepare import assert_same_bits
 from tiny_models import LAYERS
+from typer.testing import CliRunner
 
+from weightprep.cli import app
 from weightprep.engines.sglang.options import explaining_flags
 from weightprep.errors import RecipeError
 from weightprep.recipe import find_recipe, recipe_directories
@@ -37,13 +40,14 @@ def wrong_layout(tmp_path: Path) -> Path:
 
 
 def scale_of_layer_1(model: Path, factor: float) -> None:
-    """Multiply the scales that the sidecar of `model` has for layer 1."""
-    for file in (model / "weightprep").glob("*.safetensors"):
-        tensors = load_file(file)
+    """Multiply the scales that the sidecar of `model` has for layer 1, as a conversion with a fault would."""
+
+    def scale(tensors: dict[str, torch.Tensor]) -> None:
         for name in tensors:
             if "layers.1." in name and name.endswith("scale"):
                 tensors[name] = tensors[name] * factor
-        save_file(tensors, file)
+
+    edit_sidecar(model, scale, is_recorded=True)
 
 
 def break_layer_1(model: Path, suffix: str) -> None:
@@ -94,6 +98,46 @@ def test_violations_are_raised_together(tp1: Ranks, glm: Path, wrong_layout: Pat
         assert f"layer {layer} (decoder) self_attn.w_kc: strides are" in text
 
 
+def test_violations_of_an_update_are_raised(tp1: Ranks, glm: Path, tmp_path: Path) -> None:
+    """Of one from disk too, which is no startup; those of a model that warns are not."""
+    broken = tmp_path / "broken"
+    shutil.copytree(glm, broken)
+    break_layer_1(broken, "kv_b_proj.weight")
+    key = (str(glm), "weightprep", False)
+    tp1.run(on_ranks.load, glm)
+    with pytest.raises(RankFailed, match=r"ModelContractError: 1 contract violation.*\n.*layer 1 .*SQNR is"):
+        tp1.run(on_ranks.update_from_disk, key, broken)
+    tp1.run(on_ranks.load, glm, extra=on_ranks.GFX950 | {"on_violation": "warn"})
+    assert tp1.run(on_ranks.update_from_disk, key, broken)[0][0]
+
+
+def violations_beside_a_linear_on_another_device(state: Any, key: tuple[str, str, bool]) -> list[str]:
+    """Of a kept model whose kv_b_proj of layer 1 is elsewhere than what was made of it."""
+    from weightprep.contracts import predict
+    from weightprep.engines.sglang.layer_violations import find_violations
+    from weightprep.engines.sglang.modules import live_modules
+    from weightprep.engines.sglang.prepare import preparation_of
+
+    ((holder, preparation),) = preparation_of(state.models[key])
+    module = live_modules(holder, preparation.plan)[1]
+    prediction = predict("gfx950", "0.5.23", {"w_kc": "float8_e4m3fn", "w_vc": "float8_e4m3fn", "w_scale": "tensor"})
+    assert find_violations(module, prediction, preparation) == []
+    kept = module.linear.weight
+    module.linear.weight = torch.nn.Parameter(kept.to("meta"), requires_grad=False)
+    try:
+        return [str(violation) for violation in find_violations(module, prediction, preparation)]
+    finally:
+        module.linear.weight = kept
+
+
+def test_tensors_on_another_device_than_their_linear_are_violations(tp1: Ranks, glm: Path) -> None:
+    tp1.run(on_ranks.load, glm)
+    found = tp1.run(violations_beside_a_linear_on_another_device, (str(glm), "weightprep", False))[0]
+    for violation, role in zip(found, ("w_kc", "w_vc", "w_scale"), strict=True):
+        assert f"self_attn.{role}: is on cpu" in violation
+        assert "meta" in violation
+
+
 def test_warn_keeps_serving_and_says_each_cause_once(tp1: Ranks, glm: Path, wrong_layout: Path, tmp_path: Path) -> None:
     extra = {"recipe": str(wrong_layout), "on_violation": "warn"}
     report, log = tp1.run(on_ranks.report_and_log, glm, tmp_path, extra)[0]
@@ -134,8 +178,9 @@ def test_the_json_of_a_server_that_was_stopped_has_the_violations(
 
 
 def test_a_canary_that_is_off_is_told(tp1: Ranks, glm: Path, tmp_path: Path) -> None:
-    report = tp1.run(on_ranks.report, glm, tmp_path, {"canary": "off"})[0]
-    assert report["canary"]["state"] == "off"
+    report, log = tp1.run(on_ranks.report_and_log, glm, tmp_path, {"canary": "off"})[0]
+    assert report["canary"] == {"state": "off", "paths": [], "left_out": 0}
+    assert not any("canary" in message for message in log)
 
 
 def test_a_scale_of_nan_is_not_exact(tp1: Ranks, sidecar: Path, tmp_path: Path) -> None:
@@ -290,6 +335,31 @@ def test_a_scale_that_is_not_the_weights_is_a_violation(
     # noise is half of the signal: 20 log10(2) = 6.02 dB
     assert "layer 1 (decoder) self_attn.w_kc and w_vc: SQNR is 6.0 dB against kv_b_proj" in str(failure.value)
     assert "1 contract violation" in str(failure.value)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "bf16", "mxfp4"])
+def test_weights_of_another_layer_are_a_violation(precision: str, tp1: Ranks, glm: Path, tmp_path: Path) -> None:
+    """Two random weights of one size: the noise is twice the signal, -3 dB, and less for the worst of some heads."""
+    source, model = tmp_path / "source", tmp_path / "model"
+    shutil.copytree(glm, source)
+    for file in source.glob("*.safetensors"):
+        # bf16 of bf16 would be nothing to convert
+        tensors = load_file(file)
+        save_file({k: t.float() if "kv_b_proj" in k else t for k, t in tensors.items()}, file)
+    arguments = ["convert", str(source), str(model), "--layout", "sidecar", "--precision", precision]
+    converted = CliRunner().invoke(app, arguments)
+    assert converted.exit_code == 0, converted.stderr
+
+    def swap(tensors: dict[str, torch.Tensor]) -> None:
+        for name in tensors:
+            if ".layers.1." in name:
+                tensors[name] = tensors[name.replace(".layers.1.", ".layers.0.")].clone()
+
+    extra = on_ranks.GFX950 | {"precision": precision}
+    tp1.run(on_ranks.load, model, extra=extra)
+    edit_sidecar(model, swap, is_recorded=True)
+    with pytest.raises(RankFailed, match=r"layer 1 \(decoder\) self_attn\.w_kc and w_vc: SQNR is -[34]\.\d dB"):
+        tp1.run(on_ranks.load, model, extra=extra)
 
 
 @pytest.mark.parametrize("inner", ["fastsafetensors", "instanttensor"])

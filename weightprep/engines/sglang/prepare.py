@@ -125,7 +125,7 @@ class Preparation:
     @torch.no_grad()
     def _prepare(self, touched: list[tuple[LiveModule, Mapping[str, object]]]) -> None:
         modules = [module for module, _ in touched]
-        self._refuse_stale_sidecar(modules)
+        self._refuse_wrong_sidecar(modules)
         rows_per_head = self.plan.dims["nope"] + self.plan.dims["v"]
         for (module, before), (prepared, origin) in zip(touched, self._made(modules), strict=True):
             name = module.plan.source
@@ -177,24 +177,27 @@ class Preparation:
         bundle = module.source(self.block)
         return bundle, Origin("online", bundle.encoded.encoding.value)
 
-    def _refuse_stale_sidecar(self, modules: list[LiveModule]) -> None:
-        """Hash the sources once among the ranks that share them; all of them learn of a difference."""
+    def _refuse_wrong_sidecar(self, modules: list[LiveModule]) -> None:
+        """Hash sources and sidecar once among the ranks that share them; all of them learn of a difference."""
         if self.sidecar is None:
             return
         shared = [module for module in modules if module.plan.source in self.sidecar]
         mine = [module.plan.source for i, module in enumerate(shared) if i % module.shards == module.rank]
-        stale = self.sidecar.stale(mine)
-        flags = torch.tensor([float(module.plan.source in stale) for module in shared])
+        wrong = [self.sidecar.stale(mine), self.sidecar.damaged(mine)]
+        flags = torch.tensor([[float(module.plan.source in names) for module in shared] for names in wrong])
         if any(module.shards > 1 for module in shared):
             flags = agree_on_maxima([flags.to(shared[0].linear.weight.device)])[0].cpu()
-        names = [module.plan.source for module, flag in zip(shared, flags.tolist(), strict=True) if flag]
-        if names:
+        stale, damaged = (
+            [module.plan.source for module, flag in zip(shared, row, strict=True) if flag] for row in flags.tolist()
+        )
+        if stale:
             raise EngineError(
                 f"sidecar of {self.sidecar.model}",
-                found=f"{len(names)} module(s) converted from other weights, first: {names[0]}",
+                found=f"{len(stale)} module(s) converted from other weights, first: {stale[0]}",
                 wanted="a sidecar of the weights that are being served",
                 remedy='run `weightprep convert --layout sidecar` again, or serve with {"sidecar": "off"}',
             )
+        self.sidecar.refuse_damaged(damaged)
 
 
 _current: ContextVar[Preparation | None] = ContextVar("weightprep_preparation", default=None)

@@ -2,7 +2,8 @@
 
 A sidecar is valid for the very weights that it was made from. Its manifest pins them by hash, and the hashes are
 checked against the files that are being served, so that a sidecar left behind by another version of the model is never
-bound.
+bound. It pins the sidecar's own tensors too, which no later check would tell from damaged ones as long as they are near
+enough to their source.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from weightprep.checkpoint.reader import find_module, read_tensor
 from weightprep.checkpoint.repository import Checkpoint, TensorRef, tensor_refs
 from weightprep.engines.sglang.options import Options
 from weightprep.errors import CheckpointError, EngineError
+from weightprep.formats import SCALE_SUFFIXES, WEIGHT_SUFFIXES
 from weightprep.recipe import NEXTN_GROUP, ModelPlan
 from weightprep.transforms import Bundle
 from weightprep.transforms.stored_absorbed import STORED_NAMES, from_linears
@@ -35,14 +37,25 @@ _PIECE_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class _Damage:
+    """A tensor and its SHA-256; None where it is not there, or not recorded."""
+
+    tensor: str
+    found: str | None
+    wanted: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Sidecar:
     """An opened sidecar.
 
+    :param path: its manifest
     :param model: the checkpoint that it stands beside
     :param records: checkpoint module -> its record
     :param tensors: the sidecar's own tensors
     """
 
+    path: Path
     model: Path
     manifest: Manifest
     records: Mapping[str, ModuleRecord]
@@ -84,10 +97,42 @@ class Sidecar:
     def stale(self, modules: list[str]) -> list[str]:
         """Those of `modules` whose weights in the checkpoint are not the ones that they were converted from."""
         checkpoint = Checkpoint.open(self.model)
-        # reading and hashing leave the interpreter to others
-        with ThreadPoolExecutor(min(_HASHERS, os.cpu_count() or 1)) as pool:
-            matches = pool.map(lambda module: self._matches(module, checkpoint), modules)
-            return [module for module, matching in zip(modules, matches, strict=True) if not matching]
+        return _those(modules, lambda module: not self._matches(module, checkpoint))
+
+    def damaged(self, modules: list[str]) -> list[str]:
+        """Those of `modules` whose tensors in the sidecar are not the ones that its manifest records."""
+        return _those(modules, lambda module: self._damage(module) is not None)
+
+    def refuse_damaged(self, modules: list[str]) -> None:
+        """Name the first tensor that is damaged.
+
+        :param modules: those that `damaged` named, here or on another rank
+        :raises EngineError: always, if there are any
+        """
+        if not modules:
+            return
+        file = self.path.parent / Path(self.records[modules[0]].file).name
+        # a rank on another machine may have another copy of the file
+        damage = self._damage(modules[0]) or _Damage(modules[0], "another on another rank", "the same on all")
+        more = f" ({len(modules)} modules are damaged)" if len(modules) > 1 else ""
+        raise EngineError(
+            f"{file}: {damage.tensor}",
+            found=f"SHA-256 {damage.found}{more}" if damage.found else "no such tensor",
+            wanted=f"SHA-256 {damage.wanted}, as at its conversion" if damage.wanted else "no such tensor",
+            remedy=f"`weightprep verify {self.model} {self.path.parent.parent}` says what else differs; "
+            'run `weightprep convert --layout sidecar` again, or serve with {"sidecar": "off"}',
+        )
+
+    def _damage(self, module: str) -> _Damage | None:
+        recorded = self.records[module].target_sha256
+        suffixes = (*WEIGHT_SUFFIXES, *SCALE_SUFFIXES, *STORED_NAMES.values())
+        # what is read without a record of it is as bad as what is recorded and not there
+        read = [name for suffix in suffixes if (name := module + suffix) in self.tensors and name not in recorded]
+        for name in (*recorded, *read):
+            found = _sha256(self.tensors[name]) if name in self.tensors else None
+            if found is None or found != recorded.get(name):
+                return _Damage(name, found, recorded.get(name))
+        return None
 
     def _matches(self, module: str, checkpoint: Checkpoint) -> bool:
         recorded = self.records[module].source_sha256
@@ -142,7 +187,7 @@ def open_sidecar(model: Path, options: Options, plan: ModelPlan) -> Sidecar | No
     files = sorted({Path(record.file).name for record in manifest.modules})
     headers = {file: read_header(path.parent / file) for file in files}
     records = {record.module: record for record in manifest.modules}
-    return Sidecar(model, manifest, records, tensor_refs(headers))
+    return Sidecar(path, model, manifest, records, tensor_refs(headers))
 
 
 def find_manifest(model: Path, asked: str) -> Path:
@@ -185,6 +230,12 @@ def _by_group(precision: str | dict[str, str] | None) -> str:
     if isinstance(precision, dict):
         return ", ".join(f"{group} {name}" for group, name in precision.items())
     return precision or "(none)"
+
+
+def _those(modules: list[str], is_bad: Callable[[str], bool]) -> list[str]:
+    # reading and hashing leave the interpreter to others
+    with ThreadPoolExecutor(min(_HASHERS, os.cpu_count() or 1)) as pool:
+        return [module for module, bad in zip(modules, pool.map(is_bad, modules), strict=True) if bad]
 
 
 def _row_range(ref: TensorRef, start: int, stop: int) -> TensorRef:
