@@ -39,5 +39,5 @@ def refuse_unsound(model: ModelPlan, target: str, version: str, *, aiter: bool =
                 f"precision {precision} on {target}, sglang {version}",
                 found=prediction.reason,
                 wanted="a precision that the kernels of this target read",
-                remedy=f"{switch}choose another precision; docs/contracts.md says what each target reads",
+                remedy=f"{switch}choose another --precision; docs/contracts.md says what each target reads",
             )
