@@ -21,6 +21,7 @@ __all__ = [
     "RecipeError",
     "WeightprepError",
     "did_you_mean",
+    "likely_name",
 ]
 
 # difflib's ratio from which a name counts as a slip for another: one wrong letter in four.
@@ -102,7 +103,12 @@ class Interrupted(WeightprepError):
         return type(self), (self.subject,)
 
 
+def likely_name(name: str, known: Iterable[str]) -> str | None:
+    """The one of the `known` names that the unknown `name` is likely a slip for."""
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=_SIMILAR)), None)
+
+
 def did_you_mean(name: str, known: Iterable[str], remedy: str) -> str:
-    """`remedy` for the unknown `name`, behind the one of the `known` names that it is likely a slip for."""
-    likely = difflib.get_close_matches(name, known, n=1, cutoff=_SIMILAR)
-    return f"did you mean {likely[0]!r}? {remedy}" if likely else remedy
+    """`remedy` for the unknown `name`, behind the likely name where there is one."""
+    likely = likely_name(name, known)
+    return f"did you mean {likely!r}? {remedy}" if likely else remedy

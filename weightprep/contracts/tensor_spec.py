@@ -31,6 +31,19 @@ class Place:
     cause: str
     remedy: str
 
+    def violation(self, found: str, wanted: str) -> Violation:
+        """That of the tensor here which is `found` where its path needs `wanted`."""
+        return Violation(
+            layer=f"layer {self.layer} ({self.group})",
+            tensor=self.tensor,
+            found=found,
+            wanted=wanted,
+            path=f"'{self.path}' on {self.target}",
+            consequence=self.consequence,
+            cause=self.cause,
+            remedy=self.remedy,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -65,19 +78,7 @@ class TensorSpec:
             faults.append((f"strides are {tuple(tensor.stride())}", f"strides {self.strides}"))
         if not faults and (self.finite or self.positive):
             faults.extend(self._value_faults(tensor))
-        return [
-            Violation(
-                layer=f"layer {where.layer} ({where.group})",
-                tensor=where.tensor,
-                found=found,
-                wanted=wanted,
-                path=f"'{where.path}' on {where.target}",
-                consequence=where.consequence,
-                cause=where.cause,
-                remedy=where.remedy,
-            )
-            for found, wanted in faults
-        ]
+        return [where.violation(found, wanted) for found, wanted in faults]
 
     def _has_strides(self, tensor: torch.Tensor) -> bool:
         if self.strides is None:

@@ -32,22 +32,26 @@ def find_violations(module: LiveModule, prediction: Prediction, preparation: Pre
         form = _place(role, module, prediction, preparation, _remedy_of_form(module, preparation))
         tensor = getattr(module.owner, role)
         if not isinstance(tensor, torch.Tensor):
-            found.append(_violation(form, f"is {tensor!r}", f"a {str(spec.dtype).removeprefix('torch.')} tensor"))
+            found.append(form.violation(f"is {tensor!r}", f"a {str(spec.dtype).removeprefix('torch.')} tensor"))
             continue
-        values = replace(form, remedy=_remedy_of_values(module, preparation))
-        found.extend(replace(spec, finite=False, positive=False).check(tensor, form) or spec.check(tensor, values))
+        if faults := replace(spec, finite=False, positive=False).check(tensor, form):
+            found.extend(faults)
+        elif faults := spec.check(tensor, form):
+            # which files there are to compare with is looked up for a wrong value alone
+            remedy = _remedy_of_values(module, preparation)
+            found.extend(replace(fault, remedy=remedy) for fault in faults)
         found.extend(_elsewhere(tensor, module, form))
     floor, sqnr = module.plan.min_sqnr_db, preparation.sqnr_db(module.plan.source)
     if floor is not None and sqnr < floor:
         remedy = _remedy_of_values(module, preparation)
         place = _place("w_kc and w_vc", module, prediction, preparation, remedy)
-        found.append(_violation(place, f"SQNR is {sqnr:.1f} dB against kv_b_proj", f"at least {floor:g} dB"))
+        found.append(place.violation(f"SQNR is {sqnr:.1f} dB against kv_b_proj", f"at least {floor:g} dB"))
     return found
 
 
 def _elsewhere(tensor: torch.Tensor, module: LiveModule, place: Place) -> list[Violation]:
     wanted = module.linear.weight.device
-    return [] if tensor.device == wanted else [_violation(place, f"is on {tensor.device}", str(wanted))]
+    return [] if tensor.device == wanted else [place.violation(f"is on {tensor.device}", str(wanted))]
 
 
 def _place(role: str, module: LiveModule, prediction: Prediction, preparation: Preparation, remedy: str) -> Place:
@@ -94,17 +98,4 @@ def _remedy_of_values(module: LiveModule, preparation: Preparation) -> str:
     return (
         "the checkpoint's own weights are damaged, or do not fit this precision: download them again, choose another "
         f'{{"precision": ...}}, or {_ANYWAY}'
-    )
-
-
-def _violation(place: Place, found: str, wanted: str) -> Violation:
-    return Violation(
-        layer=f"layer {place.layer} ({place.group})",
-        tensor=place.tensor,
-        found=found,
-        wanted=wanted,
-        path=f"'{place.path}' on {place.target}",
-        consequence=place.consequence,
-        cause=place.cause,
-        remedy=place.remedy,
     )

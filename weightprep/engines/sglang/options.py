@@ -6,7 +6,6 @@ so a key that looks like one of ours is an error with a suggestion, and every ot
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -17,7 +16,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from weightprep.contracts import name_targets
-from weightprep.errors import EngineError, WeightprepError
+from weightprep.errors import EngineError, WeightprepError, likely_name
 
 __all__ = ["TARGET_VARIABLE", "Options", "explaining_flags", "explaining_inner_keys", "split_options"]
 
@@ -81,12 +80,12 @@ def split_options(extra: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]:
     ours = {key: value for key, value in extra.items() if key in Options.model_fields}
     rest = {key: value for key, value in extra.items() if key not in ours}
     for key in rest.keys() - _INNER_KEYS:
-        likely = difflib.get_close_matches(key, Options.model_fields, n=1, cutoff=0.75)
+        likely = likely_name(key, Options.model_fields)
         if likely:
             raise EngineError(
                 f"--model-loader-extra-config: {key}",
                 found="an unknown key",
-                wanted=f"{likely[0]!r}, perhaps",
+                wanted=f"{likely!r}, perhaps",
                 remedy=_OUR_KEYS,
             )
     variable = os.environ.get(TARGET_VARIABLE)

@@ -57,12 +57,13 @@ def check_startup(
     modules = live_modules(model, preparation.plan)
     version = str(installed_version() or KNOWN[-1])
     predictions = [predict(preparation.target, version, _attributes(module.owner)) for module in modules]
-    reports = tuple(_report(*pair, preparation) for pair in zip(modules, predictions, strict=True))
+    layers = list(zip(modules, predictions, strict=True))
+    reports = tuple(_report(*layer, preparation) for layer in layers)
     reports += tuple(
         _report_kept(layer, predict(preparation.target, version, _attributes(owner)))
         for layer, owner in kept_attentions(model, preparation.plan)
     )
-    faults = [find_violations(*pair, preparation) for pair in zip(modules, predictions, strict=True)]
+    faults = [find_violations(*layer, preparation) for layer in layers]
     violations = [fault for found in faults for fault in found]
     found_here = (_report_violation(*pair) for pair in zip(modules, faults, strict=True))
     startup = Startup(model, preparation, version, reports, tuple(itertools.chain(*found_here)), runtime)
@@ -76,10 +77,9 @@ def check_startup(
         else:
             raise_violations(violations)
         if preparation.options.canary == "on" and not (is_reload or weights_are_random):
-            pairs = zip(modules, predictions, strict=True)
-            sound = [pair for pair, found in zip(pairs, faults, strict=True) if not found]
-            canary = CanaryReport("failed", left_out=len(modules) - len(sound))
-            canary = _run_canary(sound, len(modules) - len(sound), preparation)
+            sound = [layer for layer, found in zip(layers, faults, strict=True) if not found]
+            canary = CanaryReport("failed", left_out=len(layers) - len(sound))
+            canary = _run_canary(sound, canary.left_out, preparation)
     finally:
         if not is_reload:
             write_report(startup, canary)
