@@ -17,7 +17,7 @@ from pathlib import Path
 from weightprep import __version__
 from weightprep.checkpoint.manifest import MANIFEST_NAME, SIDECAR_MANIFEST, Manifest, ModuleRecord
 from weightprep.checkpoint.writer import fsync_directory
-from weightprep.convert.files import FileRunner, Progress, ResumableError, check_unchanged
+from weightprep.convert.files import FileRunner, Progress, check_unchanged
 from weightprep.convert.journal import Entry, Journal, claim, finished_files, identity_of, parts_of
 from weightprep.convert.options import Executor, Layout, LinkMode, Part
 from weightprep.convert.partial import commit, put_back, temporary_of, tree_of
@@ -54,8 +54,7 @@ def execute(plan: ConversionPlan, progress: Progress) -> Result:
     """Do the plan's part of the work, and commit where that completes it.
 
     :raises CheckpointError: the disk is too small, the source changed, a value cannot be converted, another process
-        is at work, or it was begun in another number of parts
-    :raises ResumableError: reading or writing failed
+        is at work, it was begun in another number of parts, or reading or writing failed
     :raises QualityError: a module is below its floor, unless that is allowed
     :raises KeyboardInterrupt: interrupted; what is finished is kept
     """
@@ -70,7 +69,7 @@ def execute(plan: ConversionPlan, progress: Progress) -> Result:
             with Journal(partial, part) as journal:
                 return _locked(plan, part, journal, progress)
     except OSError as error:
-        raise ResumableError(
+        raise CheckpointError(
             error.filename or partial,
             found=error.strerror or type(error).__name__,
             wanted="to read and write the whole conversion",
@@ -139,9 +138,7 @@ def _check_parts(plan: ConversionPlan, count: int) -> None:
 def _check_space(plan: ConversionPlan, done: Mapping[str, Entry]) -> None:
     room = space(plan, done)
     if not room.suffices:
-        # Nothing is kept of a run that has finished nothing.
-        kind = ResumableError if done else CheckpointError
-        raise kind(
+        raise CheckpointError(
             plan.options.output,
             found=f"{room.free:,} bytes free",
             wanted=f"{room.wanted:,} bytes",
@@ -175,7 +172,7 @@ def _check_quality(plan: ConversionPlan, records: Sequence[ModuleRecord]) -> tup
 def _check_complete(plan: ConversionPlan, done: Mapping[str, Entry]) -> None:
     missing = [job.name for job in plan.jobs if job.name not in done]
     if missing:
-        raise ResumableError(
+        raise CheckpointError(
             plan.options.partial,
             found=f"{len(missing)} of {len(plan.jobs)} files not done, {missing[0]} first",
             wanted="every part of the job array finished",

@@ -27,7 +27,6 @@ __all__ = [
     "FileRunner",
     "Progress",
     "Records",
-    "ResumableError",
     "Stop",
     "StoppedError",
     "Unwatched",
@@ -37,10 +36,6 @@ __all__ = [
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-
-
-class ResumableError(CheckpointError):
-    """Reading or writing failed: what is finished has been kept, and the same command goes on from there."""
 
 
 class Progress(Protocol):

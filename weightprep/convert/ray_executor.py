@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightprep.convert.files import FileRunner, Progress, ResumableError, Unwatched
+from weightprep.convert.files import FileRunner, Progress, Unwatched
 from weightprep.convert.journal import Entry, Journal, identity_of
 from weightprep.convert.options import ConvertOptions
 from weightprep.convert.partial import clear_unfinished, stop_file_of
@@ -105,7 +105,7 @@ class RayRunner:
     def run(self, jobs: Sequence[ShardJob]) -> None:
         """Have the files of `jobs` written, `workers` at once for each node; the first failure stops the others.
 
-        :raises WeightprepError: as a local run; ResumableError also where workers kept dying
+        :raises WeightprepError: as a local run, and where workers kept dying
         """
         import ray
 
@@ -156,14 +156,14 @@ def _result(job: ShardJob, reference: Any) -> _Written:
     except RayTaskError as error:
         if isinstance(error.cause, (WeightprepError, OSError)):
             raise error.cause from None
-        raise ResumableError(
+        raise CheckpointError(
             job.name,
             found=f"a worker that failed: {_first_line(error.cause)}",
             wanted="weightprep, with what it needs, on every node",
             remedy="install the same version of weightprep on every node, and run the same command again",
         ) from error
     except RayError as error:
-        raise ResumableError(
+        raise CheckpointError(
             job.name,
             found=f"{_RETRIES + 1} workers that died at it ({type(error).__name__})",
             wanted="a worker that lives until the file is whole",
