@@ -1,4 +1,4 @@
-"""Each thing that can be wrong with a source or a destination: a clear error, exit code 2, nothing left behind."""
+"""Each thing that can be wrong with a source or a destination: a clear error, exit code 2, no destination."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from weightprep.cli import app
+from weightprep.convert.journal import finished_files
 from weightprep.synth import synthesize
 
 KV_B = "model.layers.1.self_attn.kv_b_proj"
@@ -191,7 +192,11 @@ def test_bad_source(
     assert result.exit_code == 2
     assert said in result.stderr
     assert "\n  -> " in result.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+    assert not (tmp_path / "dst").exists()
+    # A shard that another worker had finished by then stays, and is told of.
+    partial = tmp_path / "dst.partial"
+    assert partial.exists() == (f"{partial}: " in result.stderr)
+    assert not partial.exists() or finished_files(partial)
 
 
 def test_zero_weight_gets_scale_one(bf16: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from weightprep.cli import app
@@ -87,3 +88,22 @@ def test_a_shard_of_any_name_is_found_finished(tmp_path: Path, name: str) -> Non
     code, _, message = convert(tmp_path, "--finish")
     assert code == 0, message
     assert (tmp_path / "dst" / name).exists()
+
+
+def test_what_stays_after_a_failure_is_told(root: Path) -> None:
+    shard = sorted((root / "src").glob("*.safetensors"))[1]
+    tensors = load_file(shard)
+    name = next(name for name in tensors if name.endswith("kv_b_proj.weight"))
+    tensors[name].view(-1)[0] = float("nan")
+    save_file(tensors, shard, metadata={"format": "pt"})
+    code, _, message = convert(root, "--part", "2/2")
+    assert code == 2
+    assert name in message
+    # of nothing finished nothing stays to be told of
+    assert "are finished and stay" not in message
+
+    assert convert(root, "--part", "1/2")[0] == 0
+    code, _, message = convert(root, "--part", "2/2")
+    assert code == 2
+    assert name in message
+    assert f"{root / 'dst.partial'}: 1 of 2 file(s) are finished and stay" in message

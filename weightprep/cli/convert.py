@@ -15,7 +15,7 @@ from weightprep.cli.next_steps import next_steps
 from weightprep.cli.output import DEFAULT_WORKERS, command, print_json, print_lines, say
 from weightprep.cli.plan import plan_document, plan_lines, show_plan
 from weightprep.convert.options import ConvertOptions, Executor, Layout, LinkMode, Part
-from weightprep.errors import RecipeError
+from weightprep.errors import RecipeError, WeightprepError
 
 if TYPE_CHECKING:
     from weightprep.checkpoint.repository import Checkpoint
@@ -109,8 +109,14 @@ def convert(
     began = time.monotonic()
     done = finished_by(plan)
     document = plan_document(plan, space(plan, done))
-    with progress(left_to_write(plan, done)) as shown:
-        result = execute(plan, shown)
+    try:
+        with progress(left_to_write(plan, done)) as shown:
+            result = execute(plan, shown)
+    except WeightprepError:
+        if kept := finished_by(plan):
+            say(f"{plan.options.partial}: {len(kept)} of {len(plan.jobs)} file(s) are finished and stay:")
+            say("  the same command goes on from there, --overwrite begins again")
+        raise
     if json:
         _print_result(document, result, time.monotonic() - began)
     else:
