@@ -129,14 +129,14 @@ def load_as_on_gfx950(state: Any, path: Path) -> dict[int, Absorbed]:
 
 def origins(state: Any, key: tuple[str, str, bool]) -> dict[str, str]:
     """Where the weights of a kept model came from, by module."""
-    from weightprep.engines.sglang.prepare import preparation_of
+    from weightprep.engines.sglang.post_load import preparation_of
 
     ((_, preparation),) = preparation_of(state.models[key])
     return {module: f"{origin.route} {origin.encoding}" for module, origin in preparation.origins.items()}
 
 
 def load_counting_collectives(state: Any, path: Path, extra: dict[str, Any]) -> list[tuple[str, int]]:
-    """The collectives that happen inside post_load_weights of a load: reduction and number of elements."""
+    """The all-reduces of a load: reduction and number of elements."""
     calls: list[tuple[str, int]] = []
     original = dist.all_reduce
 
@@ -227,6 +227,24 @@ def update_from_distributed(
     return live_sglang.absorbed(model)
 
 
+def try_update(state: Any, key: tuple[str, str, bool], path: Path, route: str) -> tuple[bool, str, list[str]]:
+    """kv_b_proj of all layers at `path` by one of sglang's routes: its answer, and what weightprep logged."""
+    model = state.models[key]
+    named: Any = _named(path, tuple(live_sglang.attentions(model)), ("weight",))
+    with logged() as log, _updater(model, path) as updater:
+        if route == "distributed":
+            updater.begin_weight_update()
+            done, message = updater.load_weights_from_distributed(named)
+            return done, message, log
+        if route == "flattened_bucket":
+            from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+            bucket = FlattenedTensorBucket(named_tensors=named)
+            named = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
+        done, message = updater.update_weights_from_tensor(named, None if route == "tensor" else route)
+        return done, message, log
+
+
 def absorbed_now(state: Any, key: tuple[str, str, bool]) -> dict[int, Absorbed]:
     """What a model that `load` kept has bound."""
     return live_sglang.absorbed(state.models[key])
@@ -239,7 +257,7 @@ def largest_in_kv_b(state: Any, key: tuple[str, str, bool], layer: int) -> float
 
 def stale(state: Any, key: tuple[str, str, bool]) -> list[str]:
     """The stale modules of a model that `load` kept."""
-    from weightprep.engines.sglang.prepare import preparation_of
+    from weightprep.engines.sglang.post_load import preparation_of
 
     ((holder, preparation),) = preparation_of(state.models[key])
     return preparation.stale(holder)

@@ -80,10 +80,12 @@ def test_ranks_hold_slices_of_the_whole_tensors_bytes(
 
 
 def test_ranks_agree_in_one_collective(tp2: Ranks, glm: Path) -> None:
+    """On the scales of all layers, and in another on what the check found in them."""
+    scales, check = ("MAX", 3 * LAYERS), ("MAX", 2 * LAYERS)
     for calls in tp2.run(on_ranks.load_counting_collectives, glm, on_ranks.GFX950):
-        assert [reduction for reduction, _ in calls] == ["MAX"]
+        assert calls == [scales, check]
     for calls in tp2.run(on_ranks.load_counting_collectives, glm, on_ranks.GFX950 | {"scale_scope": "rank"}):
-        assert calls == []
+        assert calls == [check]
 
 
 def test_rank_scope_gives_upstreams_scale_of_each_rank(tp2: Ranks, glm: Path) -> None:

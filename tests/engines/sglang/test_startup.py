@@ -116,7 +116,7 @@ def violations_beside_a_linear_on_another_device(state: Any, key: tuple[str, str
     from weightprep.contracts import predict
     from weightprep.engines.sglang.layer_violations import find_violations
     from weightprep.engines.sglang.modules import live_modules
-    from weightprep.engines.sglang.prepare import preparation_of
+    from weightprep.engines.sglang.post_load import preparation_of
 
     ((holder, preparation),) = preparation_of(state.models[key])
     module = live_modules(holder, preparation.plan)[1]

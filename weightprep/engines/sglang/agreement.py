@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["agree_on_maxima", "attention_group"]
+__all__ = ["agree_on_maxima", "attention_group", "is_so_on_any_rank"]
 
 
 def attention_group() -> Any:
@@ -24,7 +24,7 @@ def attention_group() -> Any:
 
 
 def agree_on_maxima(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Elementwise maximum of each of `values` (float32, any shapes) over the ranks that share this attention."""
+    """Elementwise maximum of each of `values` (of one dtype, any shapes) over the ranks that share this attention."""
     if not values:
         return []
     packed = torch.cat([value.reshape(-1) for value in values])
@@ -33,3 +33,8 @@ def agree_on_maxima(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=members)
     parts = torch.split(packed, [value.numel() for value in values])
     return [part.reshape(value.shape) for part, value in zip(parts, values, strict=True)]
+
+
+def is_so_on_any_rank(it_is: bool) -> bool:
+    """Whether `it_is` on this or another of the ranks that share this attention."""
+    return bool(agree_on_maxima([torch.tensor([float(it_is)])])[0])

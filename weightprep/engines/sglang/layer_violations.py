@@ -16,7 +16,7 @@ from weightprep.engines.sglang.modules import LiveModule
 from weightprep.engines.sglang.prepare import Preparation
 from weightprep.engines.sglang.sidecar import find_manifest
 
-__all__ = ["find_violations"]
+__all__ = ["find_violations", "violation_on_rank"]
 
 _ANYWAY = 'serve as it is with {"on_violation": "warn"}'
 
@@ -47,6 +47,15 @@ def find_violations(module: LiveModule, prediction: Prediction, preparation: Pre
         place = _place("w_kc and w_vc", module, prediction, preparation, remedy)
         found.append(place.violation(f"SQNR is {sqnr:.1f} dB against kv_b_proj", f"at least {floor:g} dB"))
     return found
+
+
+def violation_on_rank(rank: int, module: LiveModule, prediction: Prediction, preparation: Preparation) -> Violation:
+    """What a rank with sound rows says of a layer whose other rows break the contract."""
+    remedy = f"the log of tensor parallel rank {rank} says what was found there, and what to do"
+    place = _place("w_kc and w_vc", module, prediction, preparation, remedy)
+    return place.violation(
+        f"broken on tensor parallel rank {rank}, sound on this one", "its contract kept on every rank"
+    )
 
 
 def _elsewhere(tensor: torch.Tensor, module: LiveModule, place: Place) -> list[Violation]:

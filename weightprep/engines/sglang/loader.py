@@ -17,17 +17,19 @@ from sglang.srt.model_loader.loader import BaseModelLoader, DefaultModelLoader, 
 
 from weightprep.checkpoint.config import ModelConfig, find_quantization
 from weightprep.engines.sglang.compressor_check import start_compressors
+from weightprep.engines.sglang.contract_check import sglang_version
 from weightprep.engines.sglang.guard import ensure_hook
 from weightprep.engines.sglang.hardware import aiter_is_on, resolve_target
 from weightprep.engines.sglang.lora import server_arguments, warn_if_lora_is_ignored
 from weightprep.engines.sglang.options import Options, explaining_flags, explaining_inner_keys, split_options
-from weightprep.engines.sglang.prepare import Preparation, around_post_load_weights, preparation_of, preparing
+from weightprep.engines.sglang.post_load import around_post_load_weights, preparation_of, preparing
+from weightprep.engines.sglang.prepare import Preparation
 from weightprep.engines.sglang.report import check_destination
 from weightprep.engines.sglang.runtime_check import RuntimeReport, refuse_runtime, start_runtime
 from weightprep.engines.sglang.scale_check import check_scales
 from weightprep.engines.sglang.startup_check import check_startup
 from weightprep.engines.sglang.updates import follow_updates
-from weightprep.engines.sglang.versions import KNOWN, POST_LOAD_WEIGHTS, installed_version
+from weightprep.engines.sglang.versions import POST_LOAD_WEIGHTS
 from weightprep.errors import EngineError
 from weightprep.recipe import find_recipe, load_recipe, refuse_unsound, resolve
 
@@ -84,7 +86,7 @@ class WeightprepLoader(DefaultModelLoader):  # type: ignore[misc]  # sglang has 
         if preparation.plan.modules:
             runtime = start_runtime(self.options.runtime)
             warn_if_lora_is_ignored(server_arguments())
-            _check(model, weights_are_random=self.options.inner == "dummy", is_reload=False, runtime=runtime)
+            _check(model, weights_are_random=self.options.inner == "dummy", runtime=runtime)
         else:
             options = self.options
             target, policy = preparation.target, options.on_violation
@@ -93,14 +95,11 @@ class WeightprepLoader(DefaultModelLoader):  # type: ignore[misc]  # sglang has 
 
     def load_weights_and_postprocess(self, model: Any, weights: Iterable[Any], target_device: torch.device) -> None:
         """Load weights into a model; upstream calls this on the instance, at startup and for updates from disk."""
-        known = preparation_of(model)
         with ExitStack() as stack:
-            for _, preparation in known:
+            for _, preparation in preparation_of(model):
                 if self._source is not None:
                     stack.enter_context(self._reading(preparation, *self._source))
             DefaultModelLoader.load_weights_and_postprocess(model, weights, target_device)
-        if known:
-            _check(model, weights_are_random=False, is_reload=True)
 
     def _get_weights_iterator(self, source: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         self._source = self._source or (source.model_or_path, source.revision)
@@ -145,11 +144,11 @@ def _plan(options: Options, model_config: Any) -> Preparation:
     stated = quantization if isinstance(quantization, Mapping) else None
     block = ModelConfig(config, (architecture,), stated, None).weight_block_size
     target = resolve_target(options.target)
-    refuse_unsound(plan, target, str(installed_version() or KNOWN[-1]), aiter=aiter_is_on())
+    refuse_unsound(plan, target, sglang_version(), aiter=aiter_is_on())
     return Preparation(plan, options, target, block)
 
 
-def _check(model: Any, *, weights_are_random: bool, is_reload: bool, runtime: RuntimeReport | None = None) -> None:
+def _check(model: Any, *, weights_are_random: bool, runtime: RuntimeReport) -> None:
     found = preparation_of(model)
     if not found:
         raise EngineError(
@@ -159,4 +158,4 @@ def _check(model: Any, *, weights_are_random: bool, is_reload: bool, runtime: Ru
             remedy="serve this model without --load-format weightprep",
         )
     for holder, preparation in found:
-        check_startup(holder, preparation, weights_are_random=weights_are_random, is_reload=is_reload, runtime=runtime)
+        check_startup(holder, preparation, weights_are_random=weights_are_random, runtime=runtime)

@@ -5,8 +5,8 @@ bound it would cast unscaled bf16 into them without an error. The steps are: sav
 prepare, copy into the saved storage, rebind. Graphs captured earlier hold the addresses of that storage, w_scale's
 included.
 
-Every route that loads weights ends here: the initial load, the NextN draft, dummy and sharded loads, and updates from
-disk, tensors or other processes.
+Every route that loads weights ends here, see post_load: the initial load, the NextN draft, dummy and sharded loads, and
+updates from disk, tensors or other processes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,11 +32,10 @@ from weightprep.errors import EngineError
 from weightprep.recipe import ModelPlan
 from weightprep.transforms import Bundle, StepContext, measure_amax, run_steps
 
-__all__ = ["Origin", "Preparation", "around_post_load_weights", "preparation_of", "preparing"]
+__all__ = ["Origin", "Preparation"]
 
 # What an MLA attention of sglang has, with the values that it is built with.
 _UNBOUND: Mapping[str, object] = {"w_kc": None, "w_vc": None, "w_scale": 1.0, "w_scale_k": None, "w_scale_v": None}
-_STATE = "_weightprep_preparation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +98,8 @@ class Preparation:
         sums = self.noise.get(module)
         return math.inf if sums is None else sqnr_db(sums)
 
-    def run(self, model: Any, load: Callable[[], None]) -> None:
-        """Call upstream's `load` (post_load_weights) and prepare the layers that it touched."""
+    def run(self, model: Any, load: Callable[[], None]) -> list[LiveModule]:
+        """Call upstream's `load` (post_load_weights) and prepare the layers that it touched, which are returned."""
         modules = live_modules(model, self.plan)
         saved = [_bindings(module.owner) for module in modules]
         for module in modules:
@@ -121,6 +119,7 @@ class Preparation:
             for module, before in zip(modules, saved, strict=True):
                 _bind(module.owner, before)
             raise
+        return [module for module, _ in touched]
 
     @torch.no_grad()
     def _prepare(self, touched: list[tuple[LiveModule, Mapping[str, object]]]) -> None:
@@ -198,34 +197,6 @@ class Preparation:
                 remedy='run `weightprep convert --layout sidecar` again, or serve with {"sidecar": "off"}',
             )
         self.sidecar.refuse_damaged(damaged)
-
-
-_current: ContextVar[Preparation | None] = ContextVar("weightprep_preparation", default=None)
-
-
-@contextmanager
-def preparing(preparation: Preparation) -> Iterator[None]:
-    """Models whose post_load_weights runs inside are prepared by `preparation`, now and at every later load."""
-    token = _current.set(preparation)
-    try:
-        yield
-    finally:
-        _current.reset(token)
-
-
-def preparation_of(model: Any) -> list[tuple[Any, Preparation]]:
-    """The prepared models inside `model` (itself, or the language model of a wrapper), with what prepares them."""
-    return [(module, vars(module)[_STATE]) for module in model.modules() if _STATE in vars(module)]
-
-
-def around_post_load_weights(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
-    """AROUND hook on DeepseekV2WeightLoaderMixin.post_load_weights."""
-    preparation = vars(model).get(_STATE) or _current.get()
-    if preparation is None:
-        original(model, *args, **kwargs)
-        return
-    vars(model)[_STATE] = preparation
-    preparation.run(model, lambda: original(model, *args, **kwargs))
 
 
 def _folder_of(model: str, revision: str | None, caches: list[str]) -> Path | None:

@@ -103,7 +103,7 @@ class Startup:
     version: str
     layers: tuple[LayerReport, ...]
     violations: tuple[ViolationReport, ...]
-    runtime: RuntimeReport | None
+    runtime: RuntimeReport
 
 
 def log_report(startup: Startup) -> None:
@@ -135,7 +135,7 @@ def write_report(startup: Startup, canary: CanaryReport) -> None:
         "target": startup.preparation.target,
         "sglang": startup.version,
         "recipe": startup.preparation.plan.recipe.name,
-        "runtime": None if startup.runtime is None else asdict(startup.runtime),
+        "runtime": asdict(startup.runtime),
         "canary": asdict(canary),
         "violations": [asdict(violation) for violation in startup.violations],
         "layers": [asdict(report) for report in startup.layers],
