@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -274,13 +275,22 @@ def test_compressed_tensors_in_a_wrapper(tmp_path: Path) -> None:
     module = "language_model.model.layers.1.self_attn.kv_b_proj"
     # the checkpoint's name, sglang's and transformers'
     for spelled in ("language_model.model", "model", "model.language_model"):
-        assert f"{spelled}.layers.1.self_attn.kv_b_proj" in group["targets"]
+        for name, is_ours in (
+            ("1.self_attn.kv_b_proj", True),
+            ("11.self_attn.kv_b_proj", False),
+            ("1.self_attn.o_proj", False),
+        ):
+            full = f"{spelled}.layers.{name}"
+            assert any(re.match(target.removeprefix("re:"), full) for target in group["targets"]) is is_ours
         assert f"{spelled}.layers.1.self_attn.o_proj" in made["ignore"]
     assert not [name for name in made["ignore"] if "kv_b_proj" in name]
     assert stored(destination, f"{module}.weight_scale").shape == (1,)
     quantization = pytest.importorskip("compressed_tensors.quantization", reason="compressed-tensors is not installed")
     read = quantization.QuantizationConfig.model_validate(made)
     assert read.config_groups["weightprep"].weights.strategy == "tensor"
+    # transformers takes the experts' numbers from the group that this finds
+    integration = pytest.importorskip("transformers.integrations.compressed_tensors", reason="no transformers")
+    assert integration.get_experts_scheme(read).format == "pack-quantized"
 
 
 @pytest.mark.parametrize(("model", "encoding"), [("kimi_k25", "int4_experts"), ("deepseek_v3", "fp8_block")])

@@ -8,6 +8,7 @@ here.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -24,6 +25,7 @@ __all__ = ["Modules", "StoredScale", "edit_config", "edit_hf_quant_config", "ove
 # The fp8 block form that is written where the checkpoint has no quantization_config to follow.
 _DEFAULT_BLOCK = (128, 128)
 _SHOWN_CHARACTERS = 60
+_LAYER = re.compile(r"(.*?\.layers\.)(\d+)(\..*)")
 _QUANTIZED_SUFFIXES = (*SCALE_SUFFIXES, ".weight_packed")
 
 
@@ -220,23 +222,37 @@ def _declare_quark(quantization: dict[str, Any], names: Sequence[str]) -> None:
 
 
 def _declare_compressed_tensors(quantization: dict[str, Any], names: Sequence[str]) -> None:
-    """One more group. Where formats differ each group names its own; the one at the top stays, because sglang builds
-    packed experts by it alone.
+    """One more group, the first, because sglang takes the first target that fits a module. Its targets are regular
+    expressions, because transformers takes the first group with another kind of target for that of the experts. Where
+    formats differ each group names its own; the one at the top stays, because sglang builds packed experts by it alone.
     """
     numbers = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "group_size": None}
     ours = "float-quantized"
-    groups = quantization["config_groups"] = _mapping(quantization, "config_groups")
+    groups = _mapping(quantization, "config_groups")
     top = quantization.get("format")
     if top not in (ours, "mixed-precision"):
         for name in groups:
             _mapping(groups, name).setdefault("format", top)
-    groups["weightprep"] = {
-        "targets": list(names),
+    group = {
+        "targets": _patterns(names),
         "weights": {**numbers, "dynamic": False},
         "input_activations": {**numbers, "dynamic": True},
         "output_activations": None,
         "format": ours,
     }
+    quantization["config_groups"] = {"weightprep": group, **groups}
+
+
+def _patterns(names: Iterable[str]) -> list[str]:
+    """Regular expressions for exactly `names`, those that differ in their layer alone in one: loaders try every target
+    on every module.
+    """
+    layers: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        found = _LAYER.fullmatch(name)
+        head, layer, tail = found.groups() if found else (name, "", "")
+        layers.setdefault((head, tail), []).append(layer)
+    return [f"re:{re.escape(head)}({'|'.join(numbers)}){re.escape(tail)}$" for (head, tail), numbers in layers.items()]
 
 
 _DECLARE: Mapping[object, Callable[[dict[str, Any], Sequence[str]], None]] = MappingProxyType(

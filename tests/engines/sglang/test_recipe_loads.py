@@ -7,6 +7,8 @@ post_load_weights is left out, because fp8 linears ask for AMX there. Neither to
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -283,6 +285,26 @@ def test_converted_inline_it_loads_with_the_plugin_and_without(
             # that loader computes the scale again, from 448 * scale: two roundings, which may end an ulp away
             bits = [int(model.layers[layer]["w_scale"].reshape(()).view(torch.int32)) for model in (ours, plain)]
             assert abs(bits[0] - bits[1]) <= 1
+
+
+def test_a_target_of_compressed_tensors_that_fits_kv_b_too_is_not_taken(
+    source: Source, load: Load, tmp_path: Path
+) -> None:
+    """It was for other modules while the exclude list had this one; the first target that fits decides."""
+    case = BY_ID["kimi_k25-int4_experts"]
+    root, out = tmp_path / "source", tmp_path / "inline"
+    shutil.copytree(source(case), root)
+    config = json.loads((root / "config.json").read_text())
+    config["text_config"]["quantization_config"]["config_groups"]["group_0"]["targets"] = ["re:.*self_attn.*", "Linear"]
+    (root / "config.json").write_text(json.dumps(config))
+    result = CliRunner().invoke(app, ["convert", str(root), str(out)])
+    assert result.exit_code == 0, result.output
+    ours, plain = load(out, target="gfx950"), load(out, load_format="auto")
+    assert sorted(ours.layers) == sorted(plain.layers) == list(range(case.layers))
+    for layer, tensors in ours.layers.items():
+        oracle.same_bytes(tensors, oracle.fp8_absorbed(root, case.module(layer), *case.dims), f"layer {layer}")
+        for role in ("w_kc", "w_vc"):
+            assert torch.equal(tensors[role].view(torch.uint8), plain.layers[layer][role].view(torch.uint8))
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3-fp8_block_ue8m0", "deepseek_v3-fp8_block_e8m0"])
