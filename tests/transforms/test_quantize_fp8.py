@@ -165,3 +165,21 @@ def test_a_rank_whose_rows_share_a_scale_follows_the_others() -> None:
 def test_nothing_to_agree_on_where_no_amax_is_taken() -> None:
     assert measure_amax(STEPS, source(Encoding.FP8_TENSOR, 8, 32), CONTEXT) is None
     assert measure_amax(STEPS[:1], source(Encoding.BF16, 8, 32), CONTEXT) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
+def test_the_one_scale_of_a_source_may_be_in_e8m0(dtype: torch.dtype) -> None:
+    """The code of 2^-7 is 120: handed on as it is, it would be a scale of 120."""
+    weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn)
+    shape = EncodedShape(Encoding.FP8_TENSOR, 64, 32)
+    made = run_steps(STEPS[1:], Bundle.source(weight, torch.tensor(120, dtype=torch.uint8).view(dtype), shape), CONTEXT)
+    assert torch.equal(made["weight"].view(torch.uint8), weight.view(torch.uint8))
+    assert (made["scale"].dtype, made["scale"].item()) == (torch.float32, 2.0**-7)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_a_broken_scale_of_a_source_with_one_is_refused(value: float) -> None:
+    weight = torch.ones(64, 32).to(torch.float8_e4m3fn)
+    bundle = Bundle.source(weight, torch.tensor(value), EncodedShape(Encoding.FP8_TENSOR, 64, 32))
+    with pytest.raises(CheckpointError, match="finite scales"):
+        run_steps(STEPS[1:], bundle, CONTEXT)
