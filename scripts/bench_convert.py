@@ -63,13 +63,16 @@ class Contender:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=["full", "linked"], default="full", help="full copy, or hard links where")
-    parser.add_argument("--size", type=gigabytes, default="1.2GB", help="of the synthetic checkpoint, embeddings apart")
+    parser.add_argument(
+        "--size", type=gigabytes, default="1.2GB", help="of the synthetic checkpoint, about: whole layers"
+    )
     parser.add_argument("--shard-size", type=gigabytes, nargs="+", default=[gigabytes("0.4GB")])
     parser.add_argument("--rounds", type=int, default=2, help="an even number runs both orders equally often")
     parser.add_argument("--peers", nargs="*", default=[], choices=["naive", "compressed-tensors", "llm-compressor"])
     parser.add_argument("--peer-rounds", type=int, default=2)
     parser.add_argument("--llm-compressor", default=sys.executable, metavar="PYTHON", help="interpreter that has it")
     parser.add_argument("--sidecar", action="store_true", help="time --layout sidecar as well")
+    parser.add_argument("--tiny", action="store_true", help="small dims: shows that the script runs, and nothing else")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--cold", choices=["all", "checkpoint", "nothing"], default="all")
     parser.add_argument("--directory", type=Path, help="where to work; default: the system's temporary directory")
@@ -93,7 +96,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.directory) as name:
         work = Path(name)
         made = work / "made"
-        shape = ["--full-dims", "--layers", str(layers), "--shards", "2", "--size", f"{options.size / 1e9}GB"]
+        shape = ["--layers", str(layers), "--shards", "2", *([] if options.tiny else ["--full-dims"])]
+        if options.mode == "linked":
+            shape += ["--size", f"{options.size / 1e9}GB"]
         subprocess.run([*OURS, "synth", str(made), *shape], check=True, stdout=subprocess.DEVNULL)
         for shard_bytes in options.shard_size:
             source = work / "source"
