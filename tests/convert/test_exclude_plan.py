@@ -27,6 +27,19 @@ def test_entries_that_name_nothing_are_listed(tmp_path: Path) -> None:
     assert ", 4: model.layers.0.self_attn.indexers_proj" in shown
 
 
+def test_entries_that_name_nothing_are_listed_where_there_is_nothing_to_convert(tmp_path: Path) -> None:
+    """The first that somebody with GLM-5-FP8 calls: its weights stay as they are."""
+    source = synthesize(tmp_path / "src", encoding="fp8_block")
+    for command in (("convert", str(source), str(tmp_path / "dst")), ("inspect", str(source))):
+        shown = CliRunner().invoke(app, command).stdout
+        assert "nothing to convert" in shown
+        assert (
+            "exclude entries that name nothing in this checkpoint, 4: model.layers.0.self_attn.indexers_proj" in shown
+        )
+        document = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+        assert document["unmatched_excludes"] == [f"model.layers.{i}.self_attn.indexers_proj" for i in range(4)]
+
+
 def test_each_overridden_entry_is_named(tmp_path: Path) -> None:
     synthesize(tmp_path / "src", encoding="mxfp4_experts")
     arguments = (tmp_path / "src", tmp_path / "dst", "--layout", "sidecar")

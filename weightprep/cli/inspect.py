@@ -52,6 +52,7 @@ def inspect(
     from weightprep.checkpoint.manifest import SIDECAR_MANIFEST
     from weightprep.cli.convert import parse_precision
     from weightprep.cli.engine import choose_engine
+    from weightprep.cli.plan import unmatched_lines
     from weightprep.contracts.scale_gates import predict_scales
     from weightprep.convert.compressor_prediction import forecast_compressors
     from weightprep.convert.coverage import unclaimed_modules, why_unclaimed
@@ -97,6 +98,7 @@ def inspect(
                 "nothing_to_convert": prospect.nothing_to_convert,
                 "today_note": today_note,
                 "passed": [{"module": name, "reason": why_unclaimed(model)} for name in unclaimed],
+                "unmatched_excludes": list(prospect.unmatched_excludes),
                 "layers": [_describe(layer) for layer in forecasts],
                 "compressors": [_describe_compressors(kind) for kind in compressors],
                 "group_scales": [
@@ -121,6 +123,7 @@ def inspect(
             print_lines(today_note)
     for name in unclaimed:
         print_lines(f"{name}: {why_unclaimed(model)}")
+    print_lines(*unmatched_lines(prospect.unmatched_excludes))
     for name, pair in scales.items():
         if pair is not None and not pair[0].fast:
             print_lines(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,9 @@ if TYPE_CHECKING:
     from weightprep.convert.plan import ConversionPlan
     from weightprep.convert.remaining import Space
 
-__all__ = ["plan_document", "plan_lines", "show_plan"]
+__all__ = ["plan_document", "plan_lines", "show_plan", "unmatched_lines"]
+
+_SHOWN = 3
 
 
 def plan_lines(plan: ConversionPlan) -> list[str]:
@@ -24,10 +27,7 @@ def plan_lines(plan: ConversionPlan) -> list[str]:
     for job in plan.modules:
         if job.overrides is not None:
             lines.append(f"  overrides the checkpoint's exclude entry {job.overrides!r} for {job.source.module}")
-    if plan.unmatched_excludes:
-        more = ", ..." if len(plan.unmatched_excludes) > 3 else ""
-        shown = ", ".join(plan.unmatched_excludes[:3]) + more
-        lines.append(f"  exclude entries that name nothing in this checkpoint, {len(plan.unmatched_excludes)}: {shown}")
+    lines += [f"  {line}" for line in unmatched_lines(plan.unmatched_excludes)]
     for module in plan.passed:
         lines.append(f"  passes {module.source.module}: {module.reason}")
     lines += [f"  {name}: {why}" for name, why in _unclaimed(plan)]
@@ -40,6 +40,16 @@ def plan_lines(plan: ConversionPlan) -> list[str]:
             "  inline: the prefill path reads the quantized kv_b_proj too; --layout sidecar keeps the original"
         )
     return lines
+
+
+def unmatched_lines(excludes: Sequence[str]) -> list[str]:
+    """What to say of `excludes`, entries that name nothing in the checkpoint: a line, or none."""
+    if not excludes:
+        return []
+    more = ", ..." if len(excludes) > _SHOWN else ""
+    return [
+        f"exclude entries that name nothing in this checkpoint, {len(excludes)}: {', '.join(excludes[:_SHOWN])}{more}"
+    ]
 
 
 def plan_document(plan: ConversionPlan, room: Space) -> dict[str, Any]:
@@ -130,6 +140,7 @@ def show_plan(plan: ConversionPlan, *, as_json: bool) -> None:
         print_lines(f"nothing to convert: {nothing_reason(plan.model, plan.passed)}")
         for name, why in _unclaimed(plan):
             print_lines(f"  {name}: {why}")
+        print_lines(*(f"  {line}" for line in unmatched_lines(plan.unmatched_excludes)))
         say(f"no destination is written; {plan.options.source} can be used as it is")
         return
     for line in plan_lines(plan):

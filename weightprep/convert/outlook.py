@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from weightprep.checkpoint.repository import Checkpoint
 from weightprep.convert.options import ConvertOptions, Layout
 from weightprep.convert.plan import PassedModule
-from weightprep.convert.planner import split_modules
+from weightprep.convert.planner import split_modules, unmatched_excludes
 from weightprep.errors import WeightprepError
 from weightprep.recipe import ModelPlan
 
@@ -18,10 +18,14 @@ __all__ = ["Outlook", "nothing_reason", "outlook"]
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Which layout `convert` can write, inline first; None and the reason where there is nothing to convert."""
+    """Which layout `convert` can write, inline first; None and the reason where there is nothing to convert.
+
+    :param unmatched_excludes: entries of the checkpoint's own exclude lists that name nothing in it
+    """
 
     layout: Layout | None
     nothing_to_convert: str | None
+    unmatched_excludes: tuple[str, ...]
 
 
 def outlook(checkpoint: Checkpoint, model: ModelPlan, options: ConvertOptions) -> Outlook:
@@ -36,7 +40,10 @@ def outlook(checkpoint: Checkpoint, model: ModelPlan, options: ConvertOptions) -
         # what the shards cannot hold a sidecar may
         layout = Layout.SIDECAR
         split = split_modules(checkpoint, model, dataclasses.replace(options, layout=layout))
-    return Outlook(layout, None) if split.jobs else Outlook(None, nothing_reason(model, split.passed))
+    unmatched = unmatched_excludes(checkpoint, split.names)
+    if split.jobs:
+        return Outlook(layout, None, unmatched)
+    return Outlook(None, nothing_reason(model, split.passed), unmatched)
 
 
 def nothing_reason(model: ModelPlan, passed: Sequence[PassedModule]) -> str:

@@ -28,7 +28,15 @@ from weightprep.transforms import Form, check_composition
 from weightprep.transforms.split_kv_b import kv_b_shape
 from weightprep.transforms.stored_absorbed import STORED_NAMES, stored_shapes
 
-__all__ = ["find_modules", "layer_prefix", "make_plan", "plan_contents", "plan_model", "split_modules"]
+__all__ = [
+    "find_modules",
+    "layer_prefix",
+    "make_plan",
+    "plan_contents",
+    "plan_model",
+    "split_modules",
+    "unmatched_excludes",
+]
 
 _SIDECAR_SCALE = StoredScale(".weight_scale", None)
 
@@ -82,7 +90,6 @@ def plan_contents(options: ConvertOptions, headers: Checkpoint | None = None) ->
     model = plan_model(checkpoint, options)
     split = split_modules(checkpoint, model, options)
     jobs, names = split.jobs, split.names
-    unmatched = read_exclude_list(checkpoint.config, names.nextn_prefixes).unmatched(checkpoint.tensors)
     if options.layout is Layout.INLINE:
         shards = inline_jobs(checkpoint, jobs)
         texts = inline_texts(checkpoint, shards, names) if jobs else {}
@@ -104,9 +111,15 @@ def plan_contents(options: ConvertOptions, headers: Checkpoint | None = None) ->
         passed=split.passed,
         absent=split.absent,
         left_behind=tuple(left),
-        unmatched_excludes=tuple(entry.text for entry in unmatched),
+        unmatched_excludes=unmatched_excludes(checkpoint, names),
         unclaimed=unclaimed_modules(model, checkpoint.tensors),
     )
+
+
+def unmatched_excludes(checkpoint: Checkpoint, names: Modules) -> tuple[str, ...]:
+    """Entries of the checkpoint's own exclude lists that name nothing in it."""
+    listed = read_exclude_list(checkpoint.config, names.nextn_prefixes)
+    return tuple(entry.text for entry in listed.unmatched(checkpoint.tensors))
 
 
 def split_modules(checkpoint: Checkpoint, model: ModelPlan, options: ConvertOptions) -> SplitModules:
