@@ -36,7 +36,8 @@ def test_the_table_is_whole() -> None:
 
 @pytest.mark.parametrize("arch", RECIPES)
 @pytest.mark.parametrize(
-    ("layout", "precision"), [("inline", "fp8"), ("sidecar", "fp8"), ("sidecar", "mxfp4"), ("sidecar", "bf16")]
+    ("layout", "precision"),
+    [("inline", "fp8"), ("inline", "bf16"), ("sidecar", "fp8"), ("sidecar", "mxfp4"), ("sidecar", "bf16")],
 )
 def test_inspect_convert_verify(tmp_path: Path, arch: str, layout: str, precision: str) -> None:
     encoding = "fp8_block" if precision == "bf16" else "bf16"

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from weightprep.cli import app
-from weightprep.convert.quant_config import _DECLARE
+from weightprep.convert.declare import declare
 from weightprep.errors import CheckpointError
 from weightprep.synth import synthesize
 
@@ -159,15 +159,17 @@ def test_quark(tmp_path: Path, entry: str) -> None:
 )
 def test_schemes_that_are_no_objects_are_refused_by_name(method: str, key: str, value: object) -> None:
     with pytest.raises(CheckpointError, match="wanted an object") as refusal:
-        _DECLARE[method]({"format": "pack-quantized", key: value}, ["model.layers.0.self_attn.kv_b_proj"])
+        declare(
+            {"quant_method": method, "format": "pack-quantized", key: value}, ["model.layers.0.self_attn.kv_b_proj"]
+        )
     assert key in refusal.value.subject or "group_0" in refusal.value.subject
 
 
 @pytest.mark.parametrize(("method", "key"), [("compressed-tensors", "config_groups"), ("quark", "layer_quant_config")])
 @pytest.mark.parametrize("absent", ["{}", "null"])
 def test_schemes_that_are_absent_are_begun(method: str, key: str, absent: str) -> None:
-    quantization = {key: json.loads(absent)}
-    _DECLARE[method](quantization, ["model.layers.0.self_attn.kv_b_proj"])
+    quantization = {"quant_method": method, key: json.loads(absent)}
+    declare(quantization, ["model.layers.0.self_attn.kv_b_proj"])
     assert len(quantization[key]) == 1
 
 
@@ -354,3 +356,44 @@ def test_hf_quant_config_is_edited_along(tmp_path: Path) -> None:
     made = json.loads((destination / "hf_quant_config.json").read_text())
     assert made == listed | {"quantization": {"exclude_modules": ["lm_head"]}}
     assert list(made) == list(listed)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "key"),
+    [("fp8_block", "modules_to_not_convert"), ("fp8_block", "ignored_layers"), ("mxfp4", "exclude")],
+)
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_what_becomes_bf16_is_put_on_the_list(is_listed: bool, encoding: str, key: str, tmp_path: Path) -> None:
+    """By the name that the checkpoint has for it and by the draft's; a list is begun where there is none."""
+    source = synthesize(tmp_path / "src", layers=2, encoding=encoding)
+    config = json.loads((source / "config.json").read_text())
+    quantization = config["quantization_config"]
+    for other in ("modules_to_not_convert", "ignored_layers", "exclude"):
+        quantization.pop(other, None)
+    if is_listed:
+        quantization[key] = ["lm_head"]
+    elif key == "ignored_layers":
+        key = "modules_to_not_convert"
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "hf_quant_config.json").write_text('{"quantization": {"exclude_modules": ["lm_head"]}}')
+
+    after, destination = convert(source, "--precision", "bf16", "--requantize")
+
+    names = [f"{where}.self_attn.kv_b_proj" for where in ("model.layers.0", "model.layers.1", "model.layers.2")]
+    made = after["quantization_config"][key]
+    assert made[: 1 if is_listed else 0] == (["lm_head"] if is_listed else [])
+    assert {*names, DRAFT_KV_B} <= set(made)
+    assert after == {**config, "quantization_config": {**quantization, key: made}}
+    beside = json.loads((destination / "hf_quant_config.json").read_text())["quantization"]["exclude_modules"]
+    assert beside == ["lm_head", *(name for name in made if name != "lm_head")]
+    assert stored(destination, f"{KV_B}.weight").dtype is torch.bfloat16
+    index = json.loads((destination / "model.safetensors.index.json").read_text())["weight_map"]
+    assert not [name for name in index if "kv_b_proj.weight_scale" in name]
+
+
+def test_numbers_that_become_bf16_need_no_config(tmp_path: Path) -> None:
+    source = synthesize(tmp_path / "src", layers=2, encoding="fp32")
+    before = json.loads((source / "config.json").read_text())
+    after, destination = convert(source, "--precision", "bf16")
+    assert after == before
+    assert stored(destination, f"{KV_B}.weight").dtype is torch.bfloat16

@@ -8,8 +8,8 @@ import torch
 from weightprep.formats import EncodedShape, Encoding
 from weightprep.transforms import Bundle, StepContext, make_step, run_steps
 
-# by the largest magnitude of a group: log2 of the scale is floor(log2 amax) - 2 with "floor"; one more with "ceil" where
-# amax is no power of two, with "rceil" where amax is above 6 of the smaller, with "even" from 7/4 of a power of two on
+# Largest magnitudes of a group. log2 of the scale is floor(log2 amax) - 2 with "floor", and one more with "ceil" where
+# amax is no power of two, with "rceil" where it is above 6 of the smaller scale, with "even" from 7/4 of one.
 AMAX = (2.5, 3.25, 3.5)
 SCALES = {
     "even": [126, 126, 127],

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from weightprep.checkpoint.repository import Checkpoint
 from weightprep.convert.options import ConvertOptions, Layout
 from weightprep.convert.plan import PassedModule
-from weightprep.convert.planner import split_modules, unmatched_excludes
+from weightprep.convert.planner import split_modules
+from weightprep.convert.quant_config import unmatched_entries
 from weightprep.errors import WeightprepError
 from weightprep.recipe import ModelPlan
 
@@ -40,7 +41,7 @@ def outlook(checkpoint: Checkpoint, model: ModelPlan, options: ConvertOptions) -
         # what the shards cannot hold a sidecar may
         layout = Layout.SIDECAR
         split = split_modules(checkpoint, model, dataclasses.replace(options, layout=layout))
-    unmatched = unmatched_excludes(checkpoint, split.names)
+    unmatched = unmatched_entries(checkpoint.config, split.names, checkpoint.tensors)
     if split.jobs:
         return Outlook(layout, None, unmatched)
     return Outlook(None, nothing_reason(model, split.passed), unmatched)

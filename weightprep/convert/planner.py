@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightprep.checkpoint.exclude import read_exclude_list
 from weightprep.checkpoint.header import TensorInfo
 from weightprep.checkpoint.manifest import MANIFEST_NAME
 from weightprep.checkpoint.reader import SourceModule, find_module
@@ -16,7 +15,7 @@ from weightprep.convert.coverage import check_coverage, unclaimed_modules
 from weightprep.convert.inline import inline_jobs, inline_texts
 from weightprep.convert.options import PARTIAL_SUFFIX, SIDECAR_DIR, ConvertOptions, Layout
 from weightprep.convert.plan import ConversionPlan, Fate, ModuleJob, PassedModule, SourceStamp, TensorFate, has_heads
-from weightprep.convert.quant_config import Modules, StoredScale, overridden_entries, storage_for
+from weightprep.convert.quant_config import Modules, StoredScale, overridden_entries, storage_for, unmatched_entries
 from weightprep.convert.runtime_names import linear_modules
 from weightprep.convert.sidecar import sidecar_jobs
 from weightprep.errors import CheckpointError, RecipeError
@@ -35,7 +34,6 @@ __all__ = [
     "plan_contents",
     "plan_model",
     "split_modules",
-    "unmatched_excludes",
 ]
 
 _SIDECAR_SCALE = StoredScale(".weight_scale", None)
@@ -111,15 +109,9 @@ def plan_contents(options: ConvertOptions, headers: Checkpoint | None = None) ->
         passed=split.passed,
         absent=split.absent,
         left_behind=tuple(left),
-        unmatched_excludes=unmatched_excludes(checkpoint, names),
+        unmatched_excludes=unmatched_entries(checkpoint.config, names, checkpoint.tensors),
         unclaimed=unclaimed_modules(model, checkpoint.tensors),
     )
-
-
-def unmatched_excludes(checkpoint: Checkpoint, names: Modules) -> tuple[str, ...]:
-    """Entries of the checkpoint's own exclude lists that name nothing in it."""
-    listed = read_exclude_list(checkpoint.config, names.nextn_prefixes)
-    return tuple(entry.text for entry in listed.unmatched(checkpoint.tensors))
 
 
 def split_modules(checkpoint: Checkpoint, model: ModelPlan, options: ConvertOptions) -> SplitModules:
@@ -135,11 +127,14 @@ def split_modules(checkpoint: Checkpoint, model: ModelPlan, options: ConvertOpti
     ]
     done = {module.source.module for module in passed}
     todo = [(plan, source) for plan, source in found if source.module not in done]
-    names = _module_names(checkpoint, model, [source.module for _, source in todo])
+    made = {source.module: _made(plan, source) for plan, source in todo}
+    names = _module_names(checkpoint, model, made)
     overridden = overridden_entries(checkpoint.config, names)
     consumed = {ref.name for _, source in todo for ref in (source.weight, source.scale) if ref is not None}
     kept = [name for name in checkpoint.tensors if name not in consumed]
-    scale = storage_for(checkpoint.config, kept) if todo and options.layout is Layout.INLINE else _SIDECAR_SCALE
+    scale = _SIDECAR_SCALE
+    if todo and options.layout is Layout.INLINE:
+        scale = storage_for(checkpoint.config, kept, is_quantized=bool(names.quantized))
     jobs = tuple(_job(plan, source, model.dims, scale, overridden.get(source.module)) for plan, source in todo)
     return SplitModules(jobs, tuple(passed), tuple(absent), names)
 
@@ -204,19 +199,18 @@ def _prefixes(name: str) -> list[str]:
     return [".".join(parts[: position + 1]) for position, part in enumerate(parts) if part.isdecimal()]
 
 
-def _made(plan: ModulePlan, source: SourceModule) -> tuple[bool, Encoding]:
-    """Whether what is stored is absorbed, and its encoding."""
+def _made(plan: ModulePlan, source: SourceModule) -> Encoding:
+    """In which encoding the result is stored."""
     given = Form(False, frozenset({source.encoded.encoding}))
-    made = check_composition(plan.store, given, f"{plan.source}: store")
-    (encoding,) = made.encodings
-    return made.absorbed, encoding
+    (encoding,) = check_composition(plan.store, given, f"{plan.source}: store").encodings
+    return encoding
 
 
 def _pass_reason(plan: ModulePlan, source: SourceModule, options: ConvertOptions) -> str | None:
     stored = source.encoded.encoding
     if not plan.store:
         return f"left in {stored.value}: {plan.precision} is made while loading"
-    _, target = _made(plan, source)
+    target = _made(plan, source)
     if stored is not target and not plan.store_for(stored, requantize=options.requantize):
         return f"already {stored.value}; storing it again under one scale costs accuracy for good (--requantize)"
     return f"already {stored.value}" if stored is target else None
@@ -226,34 +220,37 @@ def _job(
     plan: ModulePlan, source: SourceModule, dims: Mapping[str, int], scale: StoredScale, overrides: str | None
 ) -> ModuleJob:
     """:raises CheckpointError: the result has no form that this layout can store."""
-    absorbed, target = _made(plan, source)
+    target = _made(plan, source)
     rows, cols = source.encoded.rows, source.encoded.cols
     outputs: dict[str, TensorInfo] = {}
     if target is Encoding.FP8_TENSOR:
         outputs["weight"] = describe(f"{source.module}.weight", "float8_e4m3fn", (rows, cols))
         outputs["scale"] = describe(source.module + scale.suffix, "float32", scale.shape(rows, cols))
+    elif target is Encoding.BF16:
+        outputs["weight"] = describe(f"{source.module}.weight", "bfloat16", (rows, cols))
     elif scale is not _SIDECAR_SCALE:
         raise CheckpointError(
             source.weight.name,
             found=f"a conversion from {source.encoded.encoding.value} to {target.value}",
-            wanted="fp8 with one scale, the form that loaders without weightprep read",
+            wanted="fp8 with one scale, or bf16, the forms that loaders without weightprep read",
             remedy="use --layout sidecar, or choose another --precision",
         )
-    elif absorbed:
+    else:
         for role, shape in stored_shapes(dims).items():
             outputs[role] = describe(source.module + STORED_NAMES[role], "uint8", shape)
-    else:
-        outputs["weight"] = describe(f"{source.module}.weight", "bfloat16", (rows, cols))
     return ModuleJob(plan, source, target.value, outputs, overrides)
 
 
-def _module_names(checkpoint: Checkpoint, model: ModelPlan, quantized: Sequence[str]) -> Modules:
+def _module_names(checkpoint: Checkpoint, model: ModelPlan, made: Mapping[str, Encoding]) -> Modules:
+    """:param made: the encoding of each module that is converted"""
+    widened = [module for module, encoding in made.items() if encoding is Encoding.BF16]
+    quantized = [module for module in made if module not in widened]
     linears = linear_modules((name, ref.shape) for name, ref in checkpoint.tensors.items())
     # Asked again, because a NextN layer that is kept has its names too.
     every = resolve(model.recipe, checkpoint.config.raw).modules
     nextn = list(dict.fromkeys(layer_prefix(plan) for plan in every if plan.group == NEXTN_GROUP))
     wrapper = model.recipe.wrappers.get(model.architecture)
-    return Modules(quantized, linears, nextn, wrapper.prefix if wrapper is not None else "")
+    return Modules(quantized, widened, linears, nextn, wrapper.prefix if wrapper is not None else "")
 
 
 def _other_files(
@@ -290,7 +287,7 @@ def _fates(
         for ref in job.source_refs:
             fate = Fate.TRANSFORMED if ref.name in kept else Fate.DROPPED
             fates[ref.name] = TensorFate(
-                ref.name, fate, rule if ref.name in kept else "its weight is stored with another scale"
+                ref.name, fate, rule if ref.name in kept else "its weight has another scale, or none"
             )
     for module in passed:
         for ref in (module.source.weight, *((module.source.scale,) if module.source.scale else ())):

@@ -8,25 +8,35 @@ here.
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
 
 from weightprep.checkpoint.config import ModelConfig, find_quantization
 from weightprep.checkpoint.exclude import EXCLUDE_KEYS, ExcludeEntry, ExcludeList, draft_names, read_exclude_list
+from weightprep.convert.declare import declare
 from weightprep.convert.runtime_names import names_to_exclude, towers, unwrapped
 from weightprep.errors import CheckpointError
 from weightprep.formats.encoding import SCALE_SUFFIXES
 
-__all__ = ["Modules", "StoredScale", "edit_config", "edit_hf_quant_config", "overridden_entries", "storage_for"]
+__all__ = [
+    "Modules",
+    "StoredScale",
+    "edit_config",
+    "edit_hf_quant_config",
+    "overridden_entries",
+    "storage_for",
+    "unmatched_entries",
+]
 
 # The fp8 block form that is written where the checkpoint has no quantization_config to follow.
 _DEFAULT_BLOCK = (128, 128)
-_SHOWN_CHARACTERS = 60
-_LAYER = re.compile(r"(.*?\.layers\.)(\d+)(\..*)")
 _QUANTIZED_SUFFIXES = (*SCALE_SUFFIXES, ".weight_packed")
+# By quant_method, the list of unquantized modules that sglang reads.
+_EXCLUDE_KEY: Mapping[object, str] = MappingProxyType(
+    {"fp8": "modules_to_not_convert", "quark": "exclude", "compressed-tensors": "ignore"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +64,14 @@ class Modules:
     """The modules of a checkpoint, as far as its quantization_config is concerned.
 
     :param quantized: those that the conversion stores quantized
+    :param widened: those that it stores unquantized
     :param linears: every module with a matrix, in the checkpoint's order
     :param nextn_prefixes: the layers that a draft model holds under other names
     :param wrapper_prefix: what a wrapper puts before the language model's names, "" without one
     """
 
     quantized: Sequence[str]
+    widened: Sequence[str]
     linears: Sequence[str]
     nextn_prefixes: Sequence[str]
     wrapper_prefix: str = ""
@@ -78,13 +90,19 @@ class Modules:
         names = [name for m in self.quantized for name in (m, *draft_names(m, self.nextn_prefixes))]
         return unwrapped(names, self.wrapper_prefix)
 
+    @property
+    def widened_names(self) -> list[str]:
+        """Every name that a loader may use for one of `widened`."""
+        return unwrapped(names_to_exclude(self.widened, self.nextn_prefixes), self.wrapper_prefix)
 
-def storage_for(config: ModelConfig, kept: Iterable[str]) -> StoredScale:
+
+def storage_for(config: ModelConfig, kept: Iterable[str], *, is_quantized: bool) -> StoredScale:
     """The form in which the checkpoint's own config lets a per-tensor fp8 scale be found.
 
     :param kept: names of the tensors that the conversion leaves as they are
-    :raises CheckpointError: it has no such form, or it says nothing of the quantized tensors among `kept`, which a
-        config that calls them unquantized would make unreadable
+    :param is_quantized: whether it stores anything quantized, and needs that form
+    :raises CheckpointError: it has no such form, or no list for unquantized modules, or it says nothing of the
+        quantized tensors among `kept`, which a config that calls them unquantized would make unreadable
     """
     quantization = config.quantization
     key, _ = find_quantization(config.raw)
@@ -99,7 +117,7 @@ def storage_for(config: ModelConfig, kept: Iterable[str]) -> StoredScale:
             )
         return StoredScale(".weight_scale_inv", _DEFAULT_BLOCK)
     method = (quantization or {}).get("quant_method")
-    if (quantization or {}).get("scale_fmt") == "ue8m0":
+    if is_quantized and (quantization or {}).get("scale_fmt") == "ue8m0":
         raise CheckpointError(
             f"config.json: {key}",
             found="scale_fmt 'ue8m0': loaders take every scale for a power of two, and round one that is not",
@@ -107,7 +125,7 @@ def storage_for(config: ModelConfig, kept: Iterable[str]) -> StoredScale:
             remedy="use --layout sidecar, which leaves the checkpoint as it is, or leave fp8 weights as they are "
             "(without --requantize)",
         )
-    if method == "fp8" and config.weight_block_size is not None:
+    if method == "fp8" and (config.weight_block_size is not None or not is_quantized):
         return StoredScale(".weight_scale_inv", config.weight_block_size)
     if method == "quark":
         return StoredScale(".weight_scale", None)
@@ -127,6 +145,8 @@ def edit_config(config: ModelConfig, modules: Modules) -> dict[str, Any]:
     :raises CheckpointError: the config's lists are malformed
     """
     raw: dict[str, Any] = copy.deepcopy(dict(config.raw))
+    if config.quantization is None and not modules.quantized:
+        return raw
     if config.quantization is None:
         raw["quantization_config"] = {
             "quant_method": "fp8",
@@ -137,20 +157,25 @@ def edit_config(config: ModelConfig, modules: Modules) -> dict[str, Any]:
         }
         return raw
     quantization = cast("dict[str, Any]", find_quantization(raw)[1])
+    method = quantization.get("quant_method")
     _take_off(quantization, config, modules)
-    declare = _DECLARE.get(quantization.get("quant_method"))
-    if declare is not None:
+    _put_on(quantization, modules, _EXCLUDE_KEY.get(method))
+    if modules.quantized:
         declare(quantization, modules.quantized_names)
     return raw
 
 
 def edit_hf_quant_config(config: ModelConfig, modules: Modules) -> dict[str, Any] | None:
-    """hf_quant_config.json with the quantized modules taken off its exclude list; None where there is no such file."""
+    """hf_quant_config.json with the quantized modules taken off its exclude list, and those that no longer are put on
+    it; None where there is no such file.
+    """
     if config.hf_quant_config is None:
         return None
     raw: dict[str, Any] = copy.deepcopy(dict(config.hf_quant_config))
     nested = raw.get("quantization")
-    _take_off(nested if isinstance(nested, dict) else raw, config, modules)
+    holder = nested if isinstance(nested, dict) else raw
+    _take_off(holder, config, modules)
+    _put_on(holder, modules, None)
     return raw
 
 
@@ -159,6 +184,11 @@ def overridden_entries(config: ModelConfig, modules: Modules) -> Mapping[str, st
     listed = read_exclude_list(config, modules.nextn_prefixes)
     entries = {module: listed.entry_for(module) for module in modules.quantized}
     return {module: entry.text for module, entry in entries.items() if entry is not None}
+
+
+def unmatched_entries(config: ModelConfig, modules: Modules, tensors: Iterable[str]) -> tuple[str, ...]:
+    """Entries of the checkpoint's own exclude lists that name nothing in it, given the names of its tensors."""
+    return tuple(entry.text for entry in read_exclude_list(config, modules.nextn_prefixes).unmatched(tensors))
 
 
 def _take_off(holder: dict[str, Any], config: ModelConfig, modules: Modules) -> None:
@@ -176,6 +206,18 @@ def _take_off(holder: dict[str, Any], config: ModelConfig, modules: Modules) -> 
             holder[key] = list(kept)
 
 
+def _put_on(holder: dict[str, Any], modules: Modules, default: str | None) -> None:
+    """Add what is stored unquantized to every exclude list in `holder`.
+
+    :param default: the key of a new list, where there is none
+    """
+    if not modules.widened:
+        return
+    keys = [key for key in EXCLUDE_KEYS if isinstance(holder.get(key), list)]
+    for key in keys or ([default] if default else []):
+        holder[key] = list(dict.fromkeys([*(holder.get(key) or []), *modules.widened_names]))
+
+
 def _reached(listed: ExcludeList, names: Iterable[str], texts: set[str]) -> dict[str, list[str]]:
     reached: dict[str, list[str]] = {text: [] for text in texts}
     for name in names:
@@ -187,74 +229,3 @@ def _reached(listed: ExcludeList, names: Iterable[str], texts: set[str]) -> dict
 
 def _unique(entries: Iterable[ExcludeEntry]) -> set[str]:
     return {entry.text for entry in entries}
-
-
-def _mapping(of: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The object at `key`, empty where there is none.
-
-    :raises CheckpointError: something else is there
-    """
-    value = of.get(key)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise CheckpointError(
-            f"quantization_config: {key}",
-            found=repr(value)[:_SHOWN_CHARACTERS],
-            wanted="an object",
-            remedy="the config is damaged: download it again, or use --layout sidecar, which leaves it alone",
-        )
-    return value
-
-
-def _declare_quark(quantization: dict[str, Any], names: Sequence[str]) -> None:
-    """First in layer_quant_config, because the first pattern that matches decides."""
-    tensor = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "ch_axis": None, "group_size": None, "symmetric": True}
-    scheme = {
-        "weight": {**tensor, "is_dynamic": False},
-        "input_tensors": {**tensor, "is_dynamic": True},
-        "output_tensors": None,
-        "bias": None,
-    }
-    ours = dict.fromkeys(names, scheme)
-    theirs = _mapping(quantization, "layer_quant_config")
-    quantization["layer_quant_config"] = {**ours, **{name: spec for name, spec in theirs.items() if name not in ours}}
-
-
-def _declare_compressed_tensors(quantization: dict[str, Any], names: Sequence[str]) -> None:
-    """One more group, the first, because sglang takes the first target that fits a module. Its targets are regular
-    expressions, because transformers takes the first group with another kind of target for that of the experts. Where
-    formats differ each group names its own; the one at the top stays, because sglang builds packed experts by it alone.
-    """
-    numbers = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "group_size": None}
-    ours = "float-quantized"
-    groups = _mapping(quantization, "config_groups")
-    top = quantization.get("format")
-    if top not in (ours, "mixed-precision"):
-        for name in groups:
-            _mapping(groups, name).setdefault("format", top)
-    group = {
-        "targets": _patterns(names),
-        "weights": {**numbers, "dynamic": False},
-        "input_activations": {**numbers, "dynamic": True},
-        "output_activations": None,
-        "format": ours,
-    }
-    quantization["config_groups"] = {"weightprep": group, **groups}
-
-
-def _patterns(names: Iterable[str]) -> list[str]:
-    """Regular expressions for exactly `names`, those that differ in their layer alone in one: loaders try every target
-    on every module.
-    """
-    layers: dict[tuple[str, str], list[str]] = {}
-    for name in names:
-        found = _LAYER.fullmatch(name)
-        head, layer, tail = found.groups() if found else (name, "", "")
-        layers.setdefault((head, tail), []).append(layer)
-    return [f"re:{re.escape(head)}({'|'.join(numbers)}){re.escape(tail)}$" for (head, tail), numbers in layers.items()]
-
-
-_DECLARE: Mapping[object, Callable[[dict[str, Any], Sequence[str]], None]] = MappingProxyType(
-    {"quark": _declare_quark, "compressed-tensors": _declare_compressed_tensors}
-)

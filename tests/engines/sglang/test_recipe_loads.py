@@ -287,6 +287,49 @@ def test_converted_inline_it_loads_with_the_plugin_and_without(
             assert abs(bits[0] - bits[1]) <= 1
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "glm_moe_dsa-fp8_block",
+        "glm_moe_dsa-mxfp4_attn_fp8",
+        "deepseek_v3-fp8_block",
+        "deepseek_v3-fp8_block_ue8m0",
+        "deepseek_v3-fp8_channel",
+        "deepseek_v3-mxfp4",
+    ],
+)
+@pytest.mark.parametrize("precision", ["bf16", "decoder=fp8,nextn=bf16"])
+def test_bf16_inline_loads_with_the_plugin_and_without(
+    precision: str, name: str, source: Source, load: Load, tmp_path: Path
+) -> None:
+    """A module that is no longer quantized is on the list of those that are not, under the draft's name too."""
+    case, out = BY_ID[name], tmp_path / "inline"
+    arguments = ["convert", str(source(case)), str(out), "--requantize", "--precision", precision]
+    result = CliRunner().invoke(app, arguments)
+    if precision != "bf16" and name.endswith("ue8m0"):
+        assert result.exit_code == 2
+        assert "ue8m0" in result.stderr
+        return
+    assert result.exit_code == 0, result.output
+    for draft, layers in models_of(case):
+        wanted = torch.bfloat16 if draft or precision == "bf16" else torch.float8_e4m3fn
+        asked = "bf16" if precision == "bf16" else {"decoder": "fp8", "nextn": "bf16"}
+        ours = load(out, draft=draft, target="gfx950", precision=asked)
+        plain = load(out, load_format="auto", draft=draft)
+        assert sorted(ours.layers) == sorted(plain.layers) == layers
+        for layer in layers:
+            for role in ("w_kc", "w_vc"):
+                left, right = (model.layers[layer][role] for model in (ours, plain))
+                assert left.dtype is right.dtype is wanted
+                left, right = (tensor.contiguous().view(torch.uint8) for tensor in (left, right))
+                assert torch.equal(left, right), f"layer {layer} {role}"
+            if wanted is torch.bfloat16:
+                numbers = torch.from_numpy(oracle.kv_b_numbers(source(case), case.module(layer)).copy()).bfloat16()
+                nope = case.dims[0]
+                heads = numbers.unflatten(0, (-1, sum(case.dims)))
+                assert torch.equal(ours.layers[layer]["w_kc"], heads[:, :nope])
+
+
 def test_a_target_of_compressed_tensors_that_fits_kv_b_too_is_not_taken(
     source: Source, load: Load, tmp_path: Path
 ) -> None:
