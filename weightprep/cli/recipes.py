@@ -43,7 +43,12 @@ def list_(json: _Json = False) -> int | None:
 @recipes.command()
 @command
 def show(name: Annotated[str, typer.Argument(help="Recipe name or YAML file.")], json: _Json = False) -> int | None:
-    """Print a recipe with every default filled in."""
+    """Print a recipe with every default filled in.
+
+    Example:
+
+      weightprep recipes show glm_moe_dsa > glm_moe_dsa.yaml
+    """
     import yaml
 
     from weightprep.recipe import load_recipe
@@ -60,7 +65,12 @@ def show(name: Annotated[str, typer.Argument(help="Recipe name or YAML file.")],
 @recipes.command()
 @command
 def check(file: Annotated[str, typer.Argument(help="Recipe name or YAML file.")], json: _Json = False) -> int | None:
-    """Check a recipe: its keys, its expressions, and that each step can follow the one before."""
+    """Check a recipe: its keys, its expressions, and that each step can follow the one before.
+
+    Example:
+
+      weightprep recipes check glm_moe_dsa.yaml
+    """
     from weightprep.recipe import load_recipe
 
     recipe = load_recipe(file)
@@ -73,9 +83,17 @@ def check(file: Annotated[str, typer.Argument(help="Recipe name or YAML file.")]
 
 @recipes.command()
 @command
-def schema() -> int | None:
-    """Print the JSON Schema of recipes, for editors."""
+def schema(json: _Json = False) -> int | None:
+    """Print the JSON Schema of recipes, for editors.
+
+    Example:
+
+      weightprep recipes schema > recipe.schema.json
+    """
     from weightprep.recipe import recipe_schema
 
+    if json:
+        print_json("recipe-schema", {"json_schema": recipe_schema()})
+        return None
     print_lines(*jsonlib.dumps(recipe_schema(), indent=2).splitlines())
     return None
