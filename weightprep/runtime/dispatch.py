@@ -100,7 +100,7 @@ def _automatic(
         reason = unsupported(x, w, mx_scale, out, config)
         if reason is None:
             return Backend.CUDA, config
-        witness.decline("absorb/cuda", reason)
+        witness.pass_over("absorb/cuda", reason)
         config = portable(x.shape[0], x.shape[2], form=form)
     return Backend.TRITON, config
 

@@ -1,9 +1,10 @@
 """Counts of the kernel paths that calls really took, because a gate that misses makes no error, only a slow layer.
 
-A path is a short name such as ``absorb/triton/fp8/fp8_group``. A path that was wanted but not taken is counted under
-its own name with the reason. Inside a captured CUDA graph a call is counted once, when it is captured. Python that
-torch.compile traces counts nothing, since Dynamo can neither take the lock nor repeat the count; weightprep's custom
-operators are opaque to it, and count each of their calls in compiled code too.
+A path is a short name such as ``absorb/triton/fp8/fp8_group``. A call that was left to somebody else is declined, under
+the name of the path that was meant for it, with the reason. A path of this package that another one of it stood in for
+is passed over: that may cost time, but leaves no call to others. Inside a captured CUDA graph a call is counted once,
+when it is captured. Python that torch.compile traces counts nothing, since Dynamo can neither take the lock nor repeat
+the count; weightprep's custom operators are opaque to it, and count each of their calls in compiled code too.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from threading import Lock
 
 import torch
 
-__all__ = ["count", "counts", "decline", "declined", "reset"]
+__all__ = ["count", "counts", "decline", "declined", "pass_over", "passed_over", "reset"]
 
 _taken: Counter[str] = Counter()
 _declined: Counter[tuple[str, str]] = Counter()
+_passed_over: Counter[tuple[str, str]] = Counter()
 _lock = Lock()
 
 
@@ -29,11 +31,19 @@ def count(path: str) -> None:
 
 
 def decline(path: str, reason: str) -> None:
-    """One more call that `path` was meant for went elsewhere, for `reason`; nothing while torch.compile traces it."""
+    """One more call that `path` was meant for was left to somebody else, for `reason`; nothing while it is traced."""
     if torch.compiler.is_compiling():
         return
     with _lock:
         _declined[path, reason] += 1
+
+
+def pass_over(path: str, reason: str) -> None:
+    """One more call that another path of this package takes, since `path` cannot; nothing while it is traced."""
+    if torch.compiler.is_compiling():
+        return
+    with _lock:
+        _passed_over[path, reason] += 1
 
 
 def counts() -> dict[str, int]:
@@ -48,8 +58,15 @@ def declined() -> dict[tuple[str, str], int]:
         return dict(_declined)
 
 
+def passed_over() -> dict[tuple[str, str], int]:
+    """Calls per (path, reason) that another path of this package took."""
+    with _lock:
+        return dict(_passed_over)
+
+
 def reset() -> None:
     """Forget everything counted so far, e.g. after warm-up."""
     with _lock:
         _taken.clear()
         _declined.clear()
+        _passed_over.clear()
