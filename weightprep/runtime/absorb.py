@@ -12,7 +12,7 @@ import torch
 from weightprep.errors import ContractError
 from weightprep.runtime import dispatch
 from weightprep.runtime.checks import check_operands, check_output
-from weightprep.runtime.choice import ActQuant, Backend, OutQuant, Quantized
+from weightprep.runtime.choice import ActQuant, Backend, OutQuant, Quantized, member
 from weightprep.runtime.output import empty_quantized
 from weightprep.runtime.scale_layout import GroupScaleLayout
 
@@ -27,8 +27,8 @@ def absorb_q(
     mx_scale: torch.Tensor | None = None,
     w_bf16: torch.Tensor | None = None,
     head_major: bool = True,
-    act_quant: ActQuant = ActQuant.AUTO,
-    backend: Backend = Backend.AUTO,
+    act_quant: ActQuant | str = ActQuant.AUTO,
+    backend: Backend | str = Backend.AUTO,
 ) -> torch.Tensor:
     """bf16 q_nope @ w_kc for every head: (H, M, rank), or (M, H, rank) without `head_major`; contiguous.
 
@@ -37,6 +37,7 @@ def absorb_q(
     :param scale: one float32, 0-dim or (1,), on the device, with fp8 weights
     :param mx_scale: e8m0 bytes (H, nope / 32, rank), with packed weights
     :param w_bf16: the same weight in bf16; where the table has torch.bmm as the faster one, it is used on this copy
+    :param act_quant: a member of the enum, or its value as a string; so are the other choices of this module
     :raises ContractError: shapes, dtypes or devices do not fit together, or the named backend cannot take them
     """
     check_operands(q_nope, w_kc, scale, mx_scale)
@@ -51,8 +52,8 @@ def absorb_q(
         False,
         head_major,
         False,
-        act_quant.value,
-        backend.value,
+        member(ActQuant, act_quant, "act_quant").value,
+        member(Backend, backend, "backend").value,
     )
     return out
 
@@ -63,11 +64,11 @@ def absorb_v(
     scale: torch.Tensor | None = None,
     *,
     mx_scale: torch.Tensor | None = None,
-    out_quant: OutQuant = OutQuant.NONE,
-    scale_layout: GroupScaleLayout = GroupScaleLayout.ROW,
+    out_quant: OutQuant | str = OutQuant.NONE,
+    scale_layout: GroupScaleLayout | str = GroupScaleLayout.ROW,
     fp8_dtype: torch.dtype = torch.float8_e4m3fn,
-    act_quant: ActQuant = ActQuant.AUTO,
-    backend: Backend = Backend.AUTO,
+    act_quant: ActQuant | str = ActQuant.AUTO,
+    backend: Backend | str = Backend.AUTO,
 ) -> torch.Tensor | Quantized:
     """attn_out @ w_vc for every head, in the form that o_proj reads.
 
@@ -79,15 +80,16 @@ def absorb_v(
     :raises ContractError: as absorb_q, or v is not a multiple of the quantization group
     """
     check_operands(attn_out, w_vc, scale, mx_scale)
-    check_output(w_vc.shape[2], out_quant, fp8_dtype)
-    column = scale_layout is GroupScaleLayout.COLUMN
+    form = member(OutQuant, out_quant, "out_quant")
+    check_output(w_vc.shape[2], form, fp8_dtype)
+    column = member(GroupScaleLayout, scale_layout, "scale_layout") is GroupScaleLayout.COLUMN
+    act = member(ActQuant, act_quant, "act_quant").value
+    named = member(Backend, backend, "backend").value
     fnuz = fp8_dtype == torch.float8_e4m3fnuz
     out: torch.Tensor
     scales: torch.Tensor
-    out, scales = _absorb(
-        attn_out, w_vc, scale, mx_scale, None, out_quant.value, column, False, fnuz, act_quant.value, backend.value
-    )
-    return out if out_quant is OutQuant.NONE else Quantized(out, scales)
+    out, scales = _absorb(attn_out, w_vc, scale, mx_scale, None, form.value, column, False, fnuz, act, named)
+    return out if form is OutQuant.NONE else Quantized(out, scales)
 
 
 def absorb_into(
@@ -98,7 +100,7 @@ def absorb_into(
     *,
     mx_scale: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
-    backend: Backend = Backend.AUTO,
+    backend: Backend | str = Backend.AUTO,
 ) -> None:
     """Write the bf16 product of :func:`absorb_v` into `out` (M, H, N), of any strides with a contiguous last dimension.
 
@@ -107,6 +109,7 @@ def absorb_into(
     :raises ContractError: the tensors do not fit together, or the named backend cannot take them
     """
     check_operands(x, w, scale, mx_scale, x_scale)
+    named = member(Backend, backend, "backend").value
     wanted = (x.shape[0], x.shape[1], w.shape[2])
     if tuple(out.shape) != wanted or out.dtype != torch.bfloat16 or out.stride(2) != 1:
         raise ContractError(
@@ -116,7 +119,7 @@ def absorb_into(
             remedy="pass the buffer that the next operation reads, seen as (M, H, N)",
         )
     if x.shape[0] and x.shape[1]:
-        _absorb_into(out, x, w, scale, mx_scale, x_scale, backend.value)
+        _absorb_into(out, x, w, scale, mx_scale, x_scale, named)
 
 
 @torch.library.custom_op("weightprep::absorb_into", mutates_args=("out",))

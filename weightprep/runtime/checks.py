@@ -8,7 +8,7 @@ from weightprep.errors import ContractError
 from weightprep.runtime.choice import OutQuant
 from weightprep.runtime.group_quant import FP8_GROUP, FP8_MAX, MXFP4_GROUP
 
-__all__ = ["check_operands", "check_output"]
+__all__ = ["check_heads", "check_operands", "check_output"]
 
 
 def check_operands(
@@ -19,12 +19,21 @@ def check_operands(
     x_scale: torch.Tensor | None = None,
 ) -> None:
     """Raise ContractError unless x (M, H, K), w (H, K, N) and the scale of w's encoding belong together."""
+    named = {"activations": x, "weight": w, "scale": scale, "mx_scale": mx_scale, "x_scale": x_scale}
+    for name, given in named.items():
+        if given is not None and not isinstance(given, torch.Tensor):
+            raise _mismatch(
+                f"absorb: {name}", f"the {type(given).__name__} {given!r}", "a tensor on the device of the others"
+            )
     if x.dim() != 3 or w.dim() != 3:
         raise _mismatch("absorb", f"activations {tuple(x.shape)}, weight {tuple(w.shape)}", "(M, H, K) and (H, K, N)")
     if (x.dtype in FP8_MAX) != (x_scale is not None):
         raise _mismatch("absorb: activations", str(x.dtype), "fp8 with one float32 scale, or a wide type without")
     if x_scale is None and x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise _mismatch("absorb: activations", str(x.dtype), "bfloat16, float16 or float32")
+    if x_scale is not None and (x_scale.numel() != 1 or x_scale.dtype != torch.float32):
+        found = f"{tuple(x_scale.shape)} {x_scale.dtype}"
+        raise _mismatch("absorb: scale of fp8 activations", found, "one float32 for the whole tensor, 0-dim or (1,)")
     heads, k = x.shape[1], x.shape[2]
     packed = w.dtype == torch.uint8
     if w.shape[0] != heads or w.shape[1] * (2 if packed else 1) != k:
@@ -33,7 +42,7 @@ def check_operands(
             f"{tuple(w.shape)} {w.dtype}",
             f"({heads}, {k // 2 if packed else k}, N) for {tuple(x.shape)}",
         )
-    for name, tensor in (("weight", w), ("scale", scale), ("mx_scale", mx_scale)):
+    for name, tensor in named.items():
         if tensor is not None and tensor.device != x.device:
             raise _mismatch(f"absorb: {name}", f"device {tensor.device}", f"device {x.device}")
     if packed:
@@ -53,6 +62,12 @@ def check_operands(
             f"{w.dtype} with a scale" if scale is not None else str(w.dtype),
             "bfloat16 without scale, fp8 or packed uint8",
         )
+
+
+def check_heads(x: torch.Tensor) -> None:
+    """Raise ContractError unless x is (M, H, N)."""
+    if x.dim() != 3:
+        raise _mismatch("flatten: activations", str(tuple(x.shape)), "(M, H, N)")
 
 
 def check_output(columns: int, out_quant: OutQuant, fp8_dtype: torch.dtype) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
-__all__ = ["ActQuant", "Backend", "OutQuant", "Quantized"]
+from weightprep.errors import ContractError, did_you_mean
+
+__all__ = ["ActQuant", "Backend", "OutQuant", "Quantized", "member"]
 
 
 class OutQuant(str, Enum):
@@ -44,3 +46,26 @@ class Quantized(NamedTuple):
 
     values: torch.Tensor
     scales: torch.Tensor
+
+
+_Member = TypeVar("_Member", bound=Enum)
+
+
+def member(kind: type[_Member], given: _Member | str, argument: str) -> _Member:
+    """The member of `kind` that was given as itself or as its value.
+
+    :param argument: the name under which the caller gave it
+    :raises ContractError: it is neither
+    """
+    if isinstance(given, kind):
+        return given
+    for one in kind:
+        if one.value == given:
+            return one
+    known = [str(one.value) for one in kind]
+    raise ContractError(
+        argument,
+        found=repr(given),
+        wanted=f"a {kind.__name__}, or its value: {', '.join(map(repr, known))}",
+        remedy=did_you_mean(str(given), known, "pass one of these"),
+    )

@@ -47,7 +47,7 @@ def compress_decode(
     *,
     ratio: int,
     out: torch.Tensor | None = None,
-    backend: Backend = Backend.AUTO,
+    backend: Backend | str = Backend.AUTO,
 ) -> torch.Tensor:
     """Store one new token per request in `state` and compress the windows that it completes.
 
@@ -79,7 +79,7 @@ def compress_prefill(
     *,
     ratio: int,
     out: torch.Tensor | None = None,
-    backend: Backend = Backend.AUTO,
+    backend: Backend | str = Backend.AUTO,
 ) -> torch.Tensor:
     """Compress every completed window of a batch of many tokens, then store the rows that later windows need.
 

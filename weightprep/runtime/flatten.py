@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from weightprep.runtime import witness
-from weightprep.runtime.checks import check_output
-from weightprep.runtime.choice import Backend, OutQuant, Quantized
+from weightprep.runtime.checks import check_heads, check_output
+from weightprep.runtime.choice import Backend, OutQuant, Quantized, member
 from weightprep.runtime.group_quant import quantize_fp8_groups, quantize_mxfp4_groups
 from weightprep.runtime.kernel_choice import use_triton
 from weightprep.runtime.output import empty_quantized
@@ -18,28 +18,34 @@ __all__ = ["flatten_quant_fp8", "flatten_quant_mxfp4"]
 def flatten_quant_fp8(
     x: torch.Tensor,
     *,
-    scale_layout: GroupScaleLayout = GroupScaleLayout.ROW,
+    scale_layout: GroupScaleLayout | str = GroupScaleLayout.ROW,
     fp8_dtype: torch.dtype = torch.float8_e4m3fn,
-    backend: Backend = Backend.AUTO,
+    backend: Backend | str = Backend.AUTO,
 ) -> Quantized:
     """x (M, H, N), any strides -> fp8 (M, H * N) and float32 scales (M, H * N / 128).
 
-    :raises ContractError: N is not a multiple of 128, or `fp8_dtype` is no fp8 type
+    :raises ContractError: x is not 3-D, N is not a multiple of 128, or `fp8_dtype` is no fp8 type
     """
+    check_heads(x)
     check_output(x.shape[2], OutQuant.FP8_GROUP, fp8_dtype)
-    column = scale_layout is GroupScaleLayout.COLUMN
+    column = member(GroupScaleLayout, scale_layout, "scale_layout") is GroupScaleLayout.COLUMN
     return Quantized(*_flatten(x, False, column, fp8_dtype == torch.float8_e4m3fnuz, use_triton(backend, x)))
 
 
 def flatten_quant_mxfp4(
-    x: torch.Tensor, *, scale_layout: GroupScaleLayout = GroupScaleLayout.ROW, backend: Backend = Backend.AUTO
+    x: torch.Tensor,
+    *,
+    scale_layout: GroupScaleLayout | str = GroupScaleLayout.ROW,
+    backend: Backend | str = Backend.AUTO,
 ) -> Quantized:
     """x (M, H, N), any strides -> packed e2m1 (M, H * N / 2) and e8m0 bytes (M, H * N / 32).
 
-    :raises ContractError: N is not a multiple of 32
+    :raises ContractError: x is not 3-D, or N is not a multiple of 32
     """
+    check_heads(x)
     check_output(x.shape[2], OutQuant.MXFP4, torch.float8_e4m3fn)
-    return Quantized(*_flatten(x, True, scale_layout is GroupScaleLayout.COLUMN, False, use_triton(backend, x)))
+    column = member(GroupScaleLayout, scale_layout, "scale_layout") is GroupScaleLayout.COLUMN
+    return Quantized(*_flatten(x, True, column, False, use_triton(backend, x)))
 
 
 @torch.library.custom_op("weightprep::flatten_quant", mutates_args=())

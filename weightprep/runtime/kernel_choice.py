@@ -7,17 +7,18 @@ import os
 import torch
 
 from weightprep.errors import EngineError
-from weightprep.runtime.choice import Backend
+from weightprep.runtime.choice import Backend, member
 
 __all__ = ["use_triton"]
 
 
-def use_triton(backend: Backend, tensor: torch.Tensor) -> bool:
+def use_triton(backend: Backend | str, tensor: torch.Tensor) -> bool:
     """AUTO takes Triton where it can run: on a GPU, or anywhere in Triton's interpreter (TRITON_INTERPRET=1).
 
+    :raises ContractError: `backend` names no backend
     :raises EngineError: Triton was asked for by name where it cannot run, or another backend than these two
     """
-    wanted = Backend(backend)
+    wanted = member(Backend, backend, "backend")
     runs = tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
     if wanted is Backend.TRITON and not runs:
         raise EngineError(

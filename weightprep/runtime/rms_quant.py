@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from weightprep.errors import ContractError
-from weightprep.runtime.choice import Backend
+from weightprep.runtime.choice import Backend, member
 from weightprep.runtime.group_quant import FP8_GROUP, FP8_MAX, quantize_fp8_groups
 from weightprep.runtime.kernel_choice import use_triton
 from weightprep.runtime.scale_layout import GroupScaleLayout
@@ -43,9 +43,9 @@ class RmsQuantized:
 def quantize_groups(
     x: torch.Tensor,
     *,
-    layout: GroupScaleLayout = GroupScaleLayout.ROW,
+    layout: GroupScaleLayout | str = GroupScaleLayout.ROW,
     fp8: torch.dtype = torch.float8_e4m3fn,
-    backend: Backend = Backend.AUTO,
+    backend: Backend | str = Backend.AUTO,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize each row in groups of 128.
 
@@ -56,7 +56,7 @@ def quantize_groups(
     _check(x, fp8)
     rows, columns = x.shape
     q = torch.empty((rows, columns), dtype=fp8, device=x.device)
-    scale = layout.empty(rows, -(-columns // FP8_GROUP), device=x.device)
+    scale = member(GroupScaleLayout, layout, "layout").empty(rows, -(-columns // FP8_GROUP), device=x.device)
     torch.ops.weightprep.quantize_groups(x, q, scale, use_triton(backend, x))
     return q, scale
 
@@ -68,9 +68,9 @@ def rms_norm_quantize(
     *,
     residual: torch.Tensor | None = None,
     keep_normed: bool = False,
-    layout: GroupScaleLayout = GroupScaleLayout.ROW,
+    layout: GroupScaleLayout | str = GroupScaleLayout.ROW,
     fp8: torch.dtype = torch.float8_e4m3fn,
-    backend: Backend = Backend.AUTO,
+    backend: Backend | str = Backend.AUTO,
 ) -> RmsQuantized:
     """y = (x + residual) * rsqrt(mean((x + residual)^2) + eps) * weight in float32, quantized in groups; one kernel.
 
@@ -90,7 +90,7 @@ def rms_norm_quantize(
         raise _broken("residual", residual, f"{x.dtype} of shape {tuple(x.shape)} with contiguous rows")
     out = RmsQuantized(
         q=torch.empty((rows, columns), dtype=fp8, device=x.device),
-        scale=layout.empty(rows, -(-columns // FP8_GROUP), device=x.device),
+        scale=member(GroupScaleLayout, layout, "layout").empty(rows, -(-columns // FP8_GROUP), device=x.device),
         normed=torch.empty((rows, columns), dtype=x.dtype, device=x.device) if keep_normed else None,
         residual=None if residual is None else torch.empty((rows, columns), dtype=x.dtype, device=x.device),
     )

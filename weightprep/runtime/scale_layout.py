@@ -14,6 +14,7 @@ from enum import Enum
 import torch
 
 from weightprep.errors import ContractError
+from weightprep.runtime.choice import member
 
 __all__ = ["GroupScaleLayout", "behind_row_major_strides", "materialize", "with_true_strides"]
 
@@ -50,7 +51,7 @@ class GroupScaleLayout(str, Enum):
         )
 
 
-def with_true_strides(scale: torch.Tensor, stored: GroupScaleLayout) -> torch.Tensor:
+def with_true_strides(scale: torch.Tensor, stored: GroupScaleLayout | str) -> torch.Tensor:
     """The same bytes as a (rows, groups) tensor whose strides tell the order in which they really lie. Zero-copy.
 
     :param scale: dense (rows, groups) tensor whose strides may lie
@@ -59,7 +60,7 @@ def with_true_strides(scale: torch.Tensor, stored: GroupScaleLayout) -> torch.Te
     """
     _require_dense(scale)
     rows, groups = scale.shape
-    return scale.as_strided((rows, groups), stored.strides(rows, groups))
+    return scale.as_strided((rows, groups), member(GroupScaleLayout, stored, "stored").strides(rows, groups))
 
 
 def behind_row_major_strides(scale: torch.Tensor) -> torch.Tensor:
@@ -73,12 +74,13 @@ def behind_row_major_strides(scale: torch.Tensor) -> torch.Tensor:
     return with_true_strides(scale, GroupScaleLayout.ROW)
 
 
-def materialize(scale: torch.Tensor, layout: GroupScaleLayout) -> torch.Tensor:
+def materialize(scale: torch.Tensor, layout: GroupScaleLayout | str) -> torch.Tensor:
     """`scale` itself where it already lies in `layout`, otherwise a copy in that layout with the same logical values.
 
     :param scale: (rows, groups), any strides that tell the truth
     :raises ContractError: `scale` is not 2-D
     """
+    layout = member(GroupScaleLayout, layout, "layout")
     if layout.holds(scale):
         return scale
     if scale.dim() != 2:

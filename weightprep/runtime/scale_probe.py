@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from weightprep.errors import EngineError
+from weightprep.runtime.choice import member
 from weightprep.runtime.scale_layout import GroupScaleLayout, materialize, with_true_strides
 
 __all__ = [
@@ -51,11 +52,12 @@ class ScaleProducer:
     function: Callable[..., Any]
     behaviour: TransposeScale
 
-    def __call__(self, *arguments: object, layout: GroupScaleLayout, **keywords: object) -> Any:
+    def __call__(self, *arguments: object, layout: GroupScaleLayout | str, **keywords: object) -> Any:
         """Call the producer; its result with the scale in `layout`.
 
         Zero-copy, except for COLUMN from a producer that cannot write it: there one small copy stays.
         """
+        layout = member(GroupScaleLayout, layout, "layout")
         if layout is GroupScaleLayout.ROW or self.behaviour is TransposeScale.ROW_ONLY:
             result = self.function(*arguments, **keywords)
             return _with_scale(result, materialize(_scale_of(result), layout))

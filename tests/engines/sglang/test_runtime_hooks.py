@@ -206,6 +206,8 @@ def test_bmm_fp8_into_a_given_buffer_or_another_dtype_stays_with_upstream() -> N
     buffer = torch.zeros((1, 3, 128), dtype=torch.bfloat16)
     assert runtime_hooks.cuda_bmm_fp8(upstream, *operands, torch.bfloat16, buffer) is MARKER
     assert runtime_hooks.cuda_bmm_fp8(upstream, *operands, torch.float16) is MARKER
+    a, b, _, one = operands
+    assert runtime_hooks.cuda_bmm_fp8(upstream, a, b, torch.ones(3), one, torch.bfloat16) is MARKER
     assert runtime_hooks.cuda_bmm_fp8(never, *operands, torch.bfloat16).shape == (1, 3, 128)
 
 

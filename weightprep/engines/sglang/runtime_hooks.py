@@ -238,6 +238,8 @@ def cuda_bmm_fp8(
 ) -> torch.Tensor:
     """Around bmm_fp8: A (H, M, K) and B (H, K, N) in e4m3fn, one scale each -> bf16 (H, M, N), batch-major."""
     reason = _not_ours(B, B_scale, None)
+    if reason is None and not _one_float32(A_scale):
+        reason = "the scale of the activations is not one float32 on the device"
     if reason is None and (out is not None or dtype != torch.bfloat16):
         reason = "into a given buffer, or an output that is not bf16"
     if reason is None and _backend is Backend.AITER:
@@ -258,9 +260,11 @@ def _not_ours(w: torch.Tensor, scale: object, mx_scale: torch.Tensor | None) -> 
         return None if mx_scale is not None else "an MXFP4 weight without its e8m0 scales"
     if w.dtype not in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
         return f"the weight is {w.dtype}, for which upstream's torch.bmm is the fast path"
-    if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32 or scale.numel() != 1:
-        return "the scale is not one float32 on the device"
-    return None
+    return None if _one_float32(scale) else "the scale is not one float32 on the device"
+
+
+def _one_float32(scale: object) -> bool:
+    return isinstance(scale, torch.Tensor) and scale.dtype == torch.float32 and scale.numel() == 1
 
 
 def _not_aiters(w: torch.Tensor, out_quant: OutQuant = OutQuant.NONE) -> str | None:
