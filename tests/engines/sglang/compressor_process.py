@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "runtime"))
+
+from compress_oracle import Ring, compressed
 
 from weightprep.recipe import load_recipe, resolve
 
@@ -67,6 +73,40 @@ def compress(compressor: Any, score: torch.Tensor, **keywords: Any) -> torch.Ten
     return result
 
 
+def decode(ratio: int, head_dim: int = 64) -> dict[str, Any]:
+    """Two requests, one a token behind the other, a step at a time with the engine's own plan, against float64."""
+    from sglang.kernels.ops.attention.dsv4.compress import CompressorDecodePlan
+    from sglang.srt.layers.attention.dsv4 import compressor_v2
+
+    ring, steps, window = Ring(ratio), 2 * ratio + 1, 8 if ratio == 4 else ratio
+    generator = torch.Generator().manual_seed(ratio)
+    width = 2 * head_dim * (window // ratio)
+    histories = [torch.randn(steps, width, generator=generator).to(torch.bfloat16) for _ in range(2)]
+    ape = torch.randn(window, head_dim, generator=generator)
+    # what no token was stored in must not be read
+    state = torch.full((2 * ring.pages_per_request, ratio, width), float("nan"))
+    worst, ends, dtypes = 0.0, [], set()
+    for step in range(1, steps + 1):
+        lengths = {request: step - request for request in range(2) if step > request}
+        plan = CompressorDecodePlan(ratio, ring.decode_plan(list(lengths), list(lengths.values())))
+        out = compressor_v2.compress_forward(
+            kv_score_buffer=state,
+            kv_score_input=torch.stack([histories[r][n - 1] for r, n in lengths.items()]),
+            ape=ape,
+            plan=plan,
+            compress_ratio=ratio,
+            head_dim=head_dim,
+            is_online=False,
+        )
+        dtypes.add(str(out.dtype))
+        for row, (request, end) in zip(out, lengths.items(), strict=True):
+            if end % ratio == 0:
+                wanted = compressed(histories[request].double().numpy(), ape.double().numpy(), ratio, end)
+                worst = max(worst, float(np.abs(row.double().numpy() - wanted).max()))
+                ends.append((request, end))
+    return {"steps": steps, "largest_error": worst, "ends": sorted(ends), "dtypes": sorted(dtypes)}
+
+
 def main() -> None:
     from weightprep.engines.sglang import compressor_hooks as hooks
     from weightprep.errors import EngineError
@@ -117,6 +157,9 @@ def main() -> None:
     kept = compress(compressor, score, out=given)
     report["given_out_is_used"] = kept is given and bool((given == out.to(torch.bfloat16)).all())
     report["counts"] = witness.counts()
+    witness.reset()
+    report["decode"] = {ratio: decode(ratio) for ratio in (4, 128)}
+    report["decode_counts"], report["decode_declined"] = witness.counts(), list(witness.declined())
 
     from weightprep.errors import ContractError
 

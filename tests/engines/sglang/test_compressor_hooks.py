@@ -109,6 +109,22 @@ def test_an_output_that_upstream_allocates_is_filled_in_its_dtype(report: Any) -
     assert report["given_out_is_used"]
 
 
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_decode_runs_on_the_engines_own_plan_and_is_exact(ratio: int, report: Any) -> None:
+    """On a CPU upstream's own function cannot run: a step that was left to it would have ended the process."""
+    found = report["decode"][str(ratio)]
+    assert found["ends"] == [[request, end] for request in range(2) for end in (ratio, 2 * ratio)]
+    assert found["dtypes"] == ["torch.float32"]
+    # float32 exp, sums of up to 128 terms and a quotient, with the bias unrounded: under 2^-17 of values of order one
+    assert found["largest_error"] < 8e-6
+
+
+def test_every_decode_step_is_witnessed(report: Any) -> None:
+    steps = sum(found["steps"] for found in report["decode"].values())
+    assert report["decode_counts"] == {"compress/float32_arithmetic": steps}
+    assert not report["decode_declined"]
+
+
 def test_calls_are_witnessed(report: Any) -> None:
     assert report["counts"] == {"compressor_gate/bf16": 1, "compress/float32_arithmetic": 2}
 
