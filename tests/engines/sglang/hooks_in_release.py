@@ -38,6 +38,8 @@ def main() -> None:
     ):
         import scales_against_upstream
 
+        # before "scales", which hooks what quantizes
+        parts["absorbed_scales"] = lambda: scales_against_upstream.absorbed(quant)
         parts["scales"] = lambda: scales_against_upstream.cases(quant)
     for name, cases in parts.items():
         for case in cases():

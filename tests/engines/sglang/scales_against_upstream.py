@@ -147,6 +147,46 @@ class Release:
         return self.linear(q, (256, heads * columns), scale)
 
 
+def absorbed(quant: Any) -> Iterator[dict[str, Any]]:
+    """The hooked V product for an o_proj in block fp8, through sglang's own linear, where its GEMM reads columns.
+
+    :param quant: aiter.ops.triton.fused_fp8_quant of the wheel
+    """
+    import absorb_against_upstream as absorb
+
+    from weightprep.engines.sglang import runtime_hooks
+    from weightprep.engines.sglang.guard import ensure_hook
+    from weightprep.runtime import witness
+
+    flatten = lambda x, transpose_scale=False, **rest: quant.fused_flatten_fp8_group_quant(x, **rest)  # noqa: E731
+    release = Release(quant.fused_rms_fp8_group_quant, flatten, group_quant)
+    if release.rocm is None:
+        return
+    importlib.import_module("sglang.srt.models.deepseek_common.utils")._use_aiter_bpreshuffle_gfx95 = True
+    ensure_hook(f"{METHODS}.forward_mla_rocm.{runtime_hooks.V_PATH}", runtime_hooks.rocm_absorb_v)
+    attention, exact = absorb.attention("fp8", "fp8_block")
+    heads, rank, columns = exact["w_vc"].shape
+    width = heads * columns
+    for rows in (1, 2, 5):
+        x = torch.randn((rows, heads, rank), generator=torch.Generator().manual_seed(rows)).to(BF16)
+        witness.reset()
+        q, scale = release.rocm.rocm_absorb_v_bmm(attention, x)
+        call = functools.partial(release.linear, q, (256, width), scale)
+        read = run(call, rows, width // 128)
+        values = torch.tensor(read["q"], dtype=torch.uint8).view(FP8).double().view(rows, width)
+        given = values * torch.tensor(read["scales"], dtype=torch.float64).repeat_interleave(128, dim=1)
+        wanted = torch.bmm(x.double().transpose(0, 1), exact["w_vc"]).transpose(0, 1).flatten(1)
+        yield {
+            "rows": rows,
+            "gemm": read["gemm"],
+            "copies": read["copies"],
+            "strides": scale.stride(),
+            "error": absorb.relative(given, wanted),
+            "counts": witness.counts(),
+            "declined": [list(key) for key in witness.declined()],
+        }
+
+
 def _optional(name: str) -> Any | None:
     try:
         return importlib.import_module(name)

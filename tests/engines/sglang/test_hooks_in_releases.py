@@ -198,6 +198,23 @@ def test_group_scales_reach_the_gemm_column_major_without_a_copy(cases: tuple[st
         assert case["right"][0] != wrong, case
 
 
+def test_absorbed_v_reaches_the_gemm_with_the_scales_where_it_reads_them(
+    cases: tuple[str, list[dict[str, Any]]],
+) -> None:
+    version, found = cases
+    absorbed = part(found, "absorbed_scales")
+    assert [case["rows"] for case in absorbed] == ([] if version in WITHOUT_FUNCTIONS else [1, 2, 5])
+    for case in absorbed:
+        assert case["gemm"] == "bpreshuffle", case
+        # the GEMM's own reading of what it was given, against the exact product of the stored weights
+        assert case["error"] < FP8, case
+        assert case["copies"] == 0, case
+        if case["rows"] > 1:
+            assert case["strides"] == [1, case["rows"]], case
+        assert case["counts"] == {"absorb/torch/fp8/fp8_group": 1}
+        assert not case["declined"]
+
+
 def test_all_call_sites_of_a_release_are_hooked(cases: tuple[str, list[dict[str, Any]]]) -> None:
     version, found = cases
     scales = part(found, "scales")

@@ -61,6 +61,24 @@ def test_mxfp4_weights_for_every_o_proj() -> None:
     assert kernel_out.transpose(0, 1).flatten(1, 2).data_ptr() == kernel_out.data_ptr()
 
 
+@pytest.mark.parametrize("bpreshuffle", [True, False])
+def test_block_scales_lie_where_the_gemm_of_this_gpu_reads_them(
+    bpreshuffle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.models.deepseek_common import utils
+
+    monkeypatch.setattr(utils, "_use_aiter_bpreshuffle_gfx95", bpreshuffle, raising=False)
+    attn = attention_with("fp8", torch.float8_e4m3fn)
+    attn.w_vc = (torch.randn((2, 256, 512)) * 30).to(torch.float8_e4m3fn).transpose(1, 2)
+    attn.o_proj.weight_scale = torch.ones(2, 4)
+    x = torch.randn((3, 2, 512)).bfloat16()
+    values, scales = runtime_hooks.rocm_absorb_v(never, attn, x)
+    assert scales.stride() == ((1, 3) if bpreshuffle else (4, 1))
+    wanted = torch.bmm(x.double().transpose(0, 1), attn.w_vc.double()).transpose(0, 1).flatten(1)
+    dequantized = values.double() * scales.double().repeat_interleave(128, dim=1)
+    assert (dequantized - wanted).norm() < 0.03 * wanted.norm()
+
+
 def test_bmm_fp8_of_cuda_is_batch_major_and_exact() -> None:
     heads, m, k, n = 3, 5, 512, 128
     a = (torch.randn(heads, m, k) * 30).to(torch.float8_e4m3fn)
