@@ -111,6 +111,18 @@ def shuffled(x: torch.Tensor, transpose_scale: bool = False) -> Any:
     return q, scale.flip(0) if transpose_scale else scale
 
 
+def transposed_unasked(x: torch.Tensor, transpose_scale: bool = True) -> Any:
+    return transposed_bytes(x, transpose_scale)
+
+
+def transposed_always(x: torch.Tensor) -> Any:
+    return transposed_bytes(x, True)
+
+
+def nested_unasked(x: torch.Tensor, weight: torch.Tensor, eps: float, transpose_scale: bool = True) -> Any:
+    return nested(x, weight, eps, transpose_scale)
+
+
 def constant(x: torch.Tensor) -> Any:
     return x, torch.ones(3, 2)
 
@@ -121,11 +133,31 @@ def no_scale(x: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize(
     ("function", "message"),
-    [(shuffled, r"transpose_scale of \S*shuffled"), (constant, "do not follow the values"), (no_scale, "NoneType")],
+    [
+        (shuffled, r"transpose_scale of \S*shuffled"),
+        (constant, "do not follow the values"),
+        (no_scale, "NoneType"),
+        (transposed_unasked, "without being asked"),
+        (transposed_always, "without being asked"),
+    ],
 )
 def test_anything_else_is_refused_with_what_was_found(function: Callable[..., Any], message: str) -> None:
     with pytest.raises(EngineError, match=message):
         probe_producer(function, group_arguments(), device="cpu")
+
+
+def test_behind_a_norm_an_order_that_was_not_asked_for_is_refused_too() -> None:
+    with pytest.raises(EngineError, match="without being asked"):
+        probe_producer(nested_unasked, rms_arguments(), device="cpu")
+
+
+def test_a_strided_view_that_was_not_asked_for_tells_its_order_and_is_taken() -> None:
+    producer = probe_producer(lambda x, transpose_scale=True: strided_view(x, True), group_arguments(), device="cpu")
+    x = torch.randn(4, 256).to(torch.bfloat16)
+    for layout in GroupScaleLayout:
+        _, scale = producer(x, layout=layout)
+        assert layout.holds(scale)
+        assert torch.equal(scale, quantize(x)[1])
 
 
 def test_the_producers_of_the_released_aiter() -> None:

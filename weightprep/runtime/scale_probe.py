@@ -31,6 +31,10 @@ __all__ = [
 ]
 
 _ROWS, _GROUPS, _GROUP = 3, 2, 128
+# Of the second group of each row to its first, in the probed values and so in their scales.
+_RATIOS = (2.0, 4.0, 8.0)
+# More than rounding to bf16 before the quantization changes of a ratio; any other order is off by more.
+_ROUNDING = 0.01
 
 
 class TransposeScale(str, Enum):
@@ -96,12 +100,15 @@ def probe_producer(
 
     :param function: the producer under test
     :param arguments: from a (3, 256) tensor to the producer's positional and keyword arguments
-    :raises EngineError: the scales are neither the row-major ones nor their transpose in either form
+    :raises EngineError: a plain call has scales that are not in the order of their rows, or transposed ones are neither
+        those nor their transpose in either form
     """
     positional, keywords = arguments(_probe_values(dtype, device))
     row = _scale_of(function(*positional, **keywords)).float()
     if row.shape != (_ROWS, _GROUPS) or len(set(row.flatten().tolist())) != row.numel():
         raise _unknown(function, f"scales of shape {tuple(row.shape)} that do not follow the values: {row.tolist()}")
+    if not _in_row_order(row):
+        raise _unknown(function, f"in another order than their rows', without being asked for it: {row.tolist()}")
     if not _knows_transpose_scale(function):
         return ScaleProducer(function, TransposeScale.ROW_ONLY)
     transposed = _scale_of(function(*positional, transpose_scale=True, **keywords))
@@ -118,10 +125,15 @@ def probe_producer(
 
 def _probe_values(dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
     # Ratios of 2, 4 and 8 between the groups: all six scales differ, with and without an RMSNorm in front.
-    ratios = torch.tensor([2.0, 4.0, 8.0], device=device)
+    ratios = torch.tensor(_RATIOS, device=device)
     sizes = torch.tensor([1.0, 64.0, 4096.0], device=device)
     pair = torch.stack((sizes, sizes * ratios), dim=1)
     return pair.repeat_interleave(_GROUP, dim=1).to(dtype)
+
+
+def _in_row_order(scale: torch.Tensor) -> bool:
+    wanted = torch.tensor(_RATIOS, device=scale.device)
+    return bool(((scale[:, 1] / scale[:, 0] - wanted).abs() < _ROUNDING * wanted).all())
 
 
 def _knows_transpose_scale(function: Callable[..., Any]) -> bool:
