@@ -29,6 +29,7 @@ from runtime_peers import accuracy, aiter_peer, peers
 
 from weightprep.runtime import cuda_absorb
 from weightprep.runtime.absorb import absorb_q, absorb_v
+from weightprep.runtime.arch import arch_of
 from weightprep.runtime.choice import Quantized
 from weightprep.runtime.reference import absorb_reference
 from weightprep.runtime.triton_absorb import launch_absorb
@@ -156,8 +157,9 @@ def write_table(results: list[dict[str, Any]], path: Path) -> None:
             key = f"({row['k']}, {row['n']}, OutQuant.{form.name}, {mxfp4})"
             keys.setdefault(key, []).append(line)
     body = "\n".join(f"    {key}: (\n" + "\n".join(lines) + "\n    )," for key, lines in keys.items())
+    title = f"Best configurations for {arch_of(torch.device('cuda'))}, measured on an {torch.cuda.get_device_name()}"
     path.write_text(
-        '"""Best measured configurations on an NVIDIA H200; written by `scripts/bench_runtime.py --search`."""\n\n'
+        f'"""{title}; written by `scripts/bench_runtime.py --search`."""\n\n'
         "from __future__ import annotations\n\nfrom typing import Final\n\n"
         "from weightprep.runtime.choice import OutQuant\n"
         "from weightprep.runtime.tuning import BmmConfig, Cell, DecodeConfig, TritonConfig, WgmmaConfig\n\n"
@@ -194,7 +196,7 @@ def tuned(case: Case, m: int, quant: int, *, mxfp4: bool, is_q: bool) -> list[di
     error = relative_error(out, scales, wanted.transpose(0, 1) if is_q else wanted)
     if not error < (0.2 if quant == 2 else 0.08):
         raise SystemExit(f"wrong result at M = {m}, error {error}: no figure")
-    config = choose(case.heads, m, case.k, case.n, form=FORMS[quant], mxfp4=mxfp4)
+    config = choose(case.heads, m, case.k, case.n, form=FORMS[quant], mxfp4=mxfp4, arch=arch_of(x.device))
     rows = [{"backend": "table", "config": repr(config), "error": error, "us": per_layer_us(lambda i: call(i, None))}]
     if isinstance(config, BmmConfig):
         if is_q:
@@ -212,11 +214,11 @@ def tuned(case: Case, m: int, quant: int, *, mxfp4: bool, is_q: bool) -> list[di
 
 def compile_table(runs: list[tuple[str, str, str, str]]) -> None:
     """Compile on all cores what the table chooses for `runs`, with and without early launch."""
-    variants = set()
+    variants, arch = set(), arch_of(torch.device("cuda"))
     for dims, names, all_heads, all_rows in runs:
         for heads, m, cell in itertools.product(all_heads.split(","), all_rows.split(","), names.split(",")):
             (k, n), form, mxfp4 = DIMS[dims, cell[0]], FORMS[int(cell[1])], cell.endswith("mx")
-            config = choose(int(heads), int(m), k, n, form=form, mxfp4=mxfp4)
+            config = choose(int(heads), int(m), k, n, form=form, mxfp4=mxfp4, arch=arch)
             config = config.otherwise if isinstance(config, BmmConfig) else config
             if isinstance(config, DecodeConfig | WgmmaConfig):
                 for early in (True, False):

@@ -26,27 +26,31 @@ def product(m: int, dtype: torch.dtype = torch.bfloat16) -> None:
     assert_close(out, x, weight)
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, hip: str | None, capability: tuple[int, int]) -> None:
+def pretend(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("pretends to be on another GPU than this one")
-    monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(dispatch, "arch_of", lambda _: arch)
+    if arch.startswith("gfx"):
+        monkeypatch.setattr(torch.version, "hip", "7.2")
+    else:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: divmod(int(arch[2:]), 10))
     witness.reset()
 
 
-@pytest.mark.parametrize(("hip", "capability"), [("7.2", (9, 5)), (None, (8, 9))], ids=["gfx950", "sm89"])
-def test_a_call_that_our_portable_kernel_took_is_not_declined(
-    hip: str | None, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("arch", ["gfx950", "gfx942", "sm89", "sm100", "sm120"])
+def test_an_arch_without_a_table_takes_the_portable_kernel_and_declines_nothing(
+    arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pretend(monkeypatch, hip, capability)
+    pretend(monkeypatch, arch)
     product(1)
     product(16)
     assert witness.counts() == {"absorb/triton/fp8/bf16": 2}
     assert witness.declined() == {}
+    assert witness.passed_over() == {}
 
 
 def test_a_kernel_of_ours_that_cannot_take_a_call_is_passed_over_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, None, (9, 0))
+    pretend(monkeypatch, "sm90")
     product(1, torch.float16)
     assert witness.counts() == {"absorb/triton/fp8/bf16": 1}
     assert witness.declined() == {}

@@ -9,6 +9,7 @@ import torch
 
 from weightprep.errors import ContractError
 from weightprep.runtime import witness
+from weightprep.runtime.arch import arch_of
 from weightprep.runtime.choice import ActQuant, Backend, OutQuant
 from weightprep.runtime.group_quant import FP8_MAX, quantize_fp8_groups, quantize_mxfp4_groups
 from weightprep.runtime.output import form_of
@@ -87,7 +88,7 @@ def _automatic(
         # cuBLAS and hipBLASLt have no quantizing epilogue; without one they are the faster ones.
         fallback = portable(x.shape[0], x.shape[2], form=form)
         return (Backend.TORCH, BmmConfig(fallback)) if form is OutQuant.NONE else (Backend.TRITON, fallback)
-    config = choose(x.shape[1], x.shape[0], x.shape[2], w.shape[2], form=form, mxfp4=mx_scale is not None)
+    config = _tuned(x, w, mx_scale, form)
     if isinstance(config, BmmConfig):
         if w_bf16 is not None:
             return Backend.TORCH, config
@@ -120,7 +121,7 @@ def _named(
     elif backend is Backend.CUDA:
         from weightprep.runtime.cuda_absorb import unsupported
 
-        chosen = choose(x.shape[1], x.shape[0], x.shape[2], w.shape[2], form=form_of(out), mxfp4=mx_scale is not None)
+        chosen = _tuned(x, w, mx_scale, form_of(out))
         if isinstance(chosen, BmmConfig):
             chosen = chosen.otherwise
         if isinstance(chosen, TritonConfig):
@@ -141,6 +142,14 @@ def _named(
             remedy="pass backend=Backend.AUTO, or another backend",
         )
     return config
+
+
+def _tuned(
+    x: torch.Tensor, w: torch.Tensor, mx_scale: torch.Tensor | None, form: OutQuant
+) -> CudaConfig | TritonConfig | BmmConfig:
+    rows, heads, k = x.shape
+    mxfp4 = mx_scale is not None
+    return choose(heads, rows, k, w.shape[2], form=form, mxfp4=mxfp4, arch=arch_of(x.device))
 
 
 def _triton(x: torch.Tensor, form: OutQuant, act_quant: ActQuant) -> TritonConfig:

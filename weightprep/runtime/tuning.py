@@ -1,4 +1,7 @@
-"""Which kernel and configuration serve a call on a GPU: measured cells first, then a rule for all other shapes.
+"""Which kernel and configuration serve a call on a GPU: measured cells of its arch, then a rule for all other shapes.
+
+An arch without a table takes the portable Triton kernel: which of the others is faster there was not measured, and
+cells of another arch would be a guess.
 
 Nothing is searched at run time, so a call does the same work whether or not it is being captured in a CUDA graph.
 docs/benchmarks has the measurements behind tuning_h200.py; `scripts/bench_runtime.py --search` repeats them.
@@ -6,13 +9,24 @@ docs/benchmarks has the measurements behind tuning_h200.py; `scripts/bench_runti
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Final
 
 from weightprep.runtime.choice import OutQuant
 
-__all__ = ["BmmConfig", "Cell", "CudaConfig", "DecodeConfig", "TritonConfig", "WgmmaConfig", "choose", "portable"]
+__all__ = [
+    "BmmConfig",
+    "Cell",
+    "CudaConfig",
+    "DecodeConfig",
+    "TritonConfig",
+    "WgmmaConfig",
+    "choose",
+    "portable",
+    "tables",
+]
 
 # Dynamic shared memory that one block can have on compute capability 9.0.
 _SHARED_BYTES: Final = 227 * 1024
@@ -162,16 +176,29 @@ class Cell:
     config: CudaConfig | TritonConfig | BmmConfig
 
 
+# K, N, output quantization, MXFP4 weights
+CellKey = tuple[int, int, OutQuant, bool]
+
+
+@functools.cache
+def tables() -> dict[str, dict[CellKey, tuple[Cell, ...]]]:
+    """The measured cells of each arch, by the name that :func:`weightprep.runtime.arch.arch_of` gives it."""
+    from weightprep.runtime import tuning_h200
+
+    return {"sm90": tuning_h200.MEASURED}
+
+
 def choose(
-    heads: int, rows: int, k: int, columns: int, *, form: OutQuant, mxfp4: bool
+    heads: int, rows: int, k: int, columns: int, *, form: OutQuant, mxfp4: bool, arch: str
 ) -> CudaConfig | TritonConfig | BmmConfig:
-    """Configuration for x (rows, heads, k) times (heads, k, columns).
+    """Configuration for x (rows, heads, k) times (heads, k, columns) on a GPU of `arch`.
 
     Cells of the nearest measured number of heads are used for others too; more rows than measured take the rule.
     """
-    from weightprep.runtime.tuning_h200 import MEASURED
-
-    cells = MEASURED.get((k, columns, form, mxfp4), ())
+    table = tables().get(arch)
+    if table is None:
+        return portable(rows, k, form=form)
+    cells = table.get((k, columns, form, mxfp4), ())
     fitting = [cell for cell in cells if rows <= cell.rows]
     if fitting:
         nearest = min(fitting, key=lambda c: (abs(math.log2(c.heads / heads)), c.rows))

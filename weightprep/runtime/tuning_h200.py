@@ -1,4 +1,4 @@
-"""Best measured configurations on an NVIDIA H200; written by `scripts/bench_runtime.py --search`."""
+"""Best configurations for sm90, measured on an NVIDIA H200; written by `scripts/bench_runtime.py --search`."""
 
 from __future__ import annotations
 
