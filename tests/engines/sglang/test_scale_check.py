@@ -132,8 +132,78 @@ def test_a_producer_without_columns_is_replaced_or_left_and_named(site: types.Mo
         torch.testing.assert_close(scale, quantize(x)[1], rtol=1e-6, atol=0.0)
     assert torch.equal(getattr(site, RMS)(x)[1], quantize(x)[1])
     assert witness.declined() == {(f"group_scale/{RMS}", "this aiter has no column-major output of it"): 1}
-    with pytest.raises(ValueError, match="groups of 64"):
-        getattr(site, FLATTEN)(x.view(4, 3, 128), group_size=64, dtype_quant=fp8)
+
+
+LACKS = "this aiter has no column-major output of it"
+FLAT = f"{LACKS}, and weightprep's takes heads in whole groups of 128, to fp8"
+GROUPED = f"{LACKS}, and weightprep's takes contiguous rows in whole groups of 128, to fp8"
+UNKNOWN = f"{LACKS}, and weightprep's does not know "
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("producer", "arguments", "keywords", "reason"),
+    [
+        (FLATTEN, (), {"group_size": 64, "dtype_quant": FP8}, FLAT),
+        (FLATTEN, (128,), {}, FLAT),
+        (FLATTEN, (128, FP8), {"fresh": 1}, f"{UNKNOWN}fresh"),
+        (FLATTEN, (128, FP8, True), {}, f"{UNKNOWN}further arguments by position"),
+        (FLATTEN, (128, FP8), {}, None),
+        (GROUP, (), {}, GROUPED),
+        (GROUP, (), {"quant_dtype": torch.int8}, GROUPED),
+        (GROUP, (), {"quant_dtype": FP8, "group_size": 32}, GROUPED),
+        (GROUP, (), {"quant_dtype": FP8, "scale": torch.ones(1)}, f"{UNKNOWN}scale"),
+        (GROUP, (), {"quant_dtype": FP8, "num_rows": torch.ones(1), "num_rows_factor": 2}, f"{UNKNOWN}num_rows"),
+        (GROUP, (), {"quant_dtype": FP8, "scale_type": torch.float8_e8m0fnu}, f"{UNKNOWN}scale_type"),
+        (GROUP, (None, FP8), {}, None),
+        (
+            GROUP,
+            (),
+            {"quant_dtype": FP8, "scale": None, "group_size": 128, "num_rows": None, "num_rows_factor": 1},
+            None,
+        ),
+    ],
+)
+@pytest.mark.parametrize("asked", [{}, {"transpose_scale": True}], ids=["", "transposed"])
+def test_a_substitute_takes_what_aiters_function_takes_or_leaves_the_call_to_it(
+    site: types.ModuleType,
+    producer: str,
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+    reason: str | None,
+    asked: dict[str, bool],
+) -> None:
+    calls = []
+    setattr(site, producer, lambda *given, **named: calls.append((given, named)) or "aiter's own")
+    hook_scale_sites({producer: ScaleProducer(ignoring, TransposeScale.ROW_ONLY)})
+    x = torch.randn(4, 384, generator=torch.Generator().manual_seed(0)).bfloat16()
+    given = x.view(4, 3, 128) if producer == FLATTEN else x
+    result = getattr(site, producer)(given, *arguments, **keywords, **asked)
+    path = f"group_scale/{producer}"
+    if reason is None:
+        assert GroupScaleLayout.COLUMN.holds(result[1])
+        torch.testing.assert_close(result[1], quantize(x)[1], rtol=1e-6, atol=0.0)
+        assert not calls
+        assert not witness.declined()
+        assert witness.counts()[f"{path}/weightprep"] == 1
+        return
+    assert result == "aiter's own"
+    # as the caller gave them: an aiter without the parameter cannot be handed one
+    assert calls == [((given, *arguments), keywords | asked)]
+    assert witness.declined() == {(path, reason): 1}
+    assert not witness.counts()
+
+
+def test_shapes_that_a_substitute_cannot_take_are_left_to_aiter(site: types.ModuleType) -> None:
+    for producer in (FLATTEN, GROUP):
+        setattr(site, producer, lambda *_, **__: "aiter's own")
+    hook_scale_sites({p: ScaleProducer(ignoring, TransposeScale.ROW_ONLY) for p in (FLATTEN, GROUP)})
+    x = torch.zeros((4, 384), dtype=torch.bfloat16)
+    for odd in (x, x.view(4, 2, 192)):
+        assert getattr(site, FLATTEN)(odd, 128, FP8) == "aiter's own"
+    for odd in (x[:, :192], x.view(4, 3, 128), x.t().contiguous().t()):
+        assert getattr(site, GROUP)(odd, quant_dtype=FP8) == "aiter's own"
+    assert witness.declined() == {(f"group_scale/{FLATTEN}", FLAT): 2, (f"group_scale/{GROUP}", GROUPED): 3}
 
 
 def test_an_activation_that_is_not_quantized_passes_through(site: types.ModuleType) -> None:

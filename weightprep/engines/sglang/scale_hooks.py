@@ -28,6 +28,7 @@ import torch
 
 from weightprep.runtime import witness
 from weightprep.runtime.flatten import flatten_quant_fp8
+from weightprep.runtime.group_quant import FP8_GROUP, FP8_MAX
 from weightprep.runtime.rms_quant import quantize_groups
 from weightprep.runtime.scale_layout import GroupScaleLayout
 from weightprep.runtime.scale_probe import ScaleProducer, TransposeScale
@@ -99,36 +100,71 @@ def _column_major(original: Callable[..., Any], producer: str, behaviour: Transp
     path = f"group_scale/{producer}"
     probed = ScaleProducer(original, behaviour)
 
-    def quantize(x: torch.Tensor, *arguments: Any, transpose_scale: bool = False, **keywords: Any) -> Any:
+    def quantize(x: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        asked = dict(keywords)
+        keywords.pop("transpose_scale", None)
         if producer == CLAMP and keywords.get("dtype_quant") is None:
             return original(x, *arguments, **keywords)
         if behaviour is not TransposeScale.ROW_ONLY:
             if x.shape[0] < 2:
                 # both orders are the same bytes
                 witness.count(f"{path}/one_row")
-                return original(x, *arguments, transpose_scale=transpose_scale, **keywords)
+                return original(x, *arguments, **asked)
             witness.count(f"{path}/column_major")
             return probed(x, *arguments, layout=GroupScaleLayout.COLUMN, **keywords)
-        ours = _SUBSTITUTES.get(producer)
-        if ours is None or arguments:
-            witness.decline(path, "this aiter has no column-major output of it")
-            return original(x, *arguments, transpose_scale=transpose_scale, **keywords)
+        ours = _SUBSTITUTES.get(producer, _no_substitute)(x, *arguments, **keywords)
+        if isinstance(ours, str):
+            witness.decline(path, f"this aiter has no column-major output of it{ours}")
+            return original(x, *arguments, **asked)
         witness.count(f"{path}/weightprep")
-        return ours(x, **keywords)
+        return ours
 
     quantize.weightprep_original = original  # type: ignore[attr-defined]
     return quantize
 
 
-def _flatten(x: torch.Tensor, *, group_size: int, dtype_quant: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    if group_size != 128:
-        raise ValueError(f"groups of {group_size}: sglang quantizes for o_proj in groups of 128")
+_Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _no_substitute(x: torch.Tensor, *_: object, **__: object) -> str:
+    return ""
+
+
+# The substitutes take the arguments of aiter's functions, and say why a call is not for them: the end of a sentence.
+
+
+def _flatten(
+    x: torch.Tensor, group_size: object = None, dtype_quant: Any = None, *rest: object, **others: object
+) -> _Pair | str:
+    if group_size != FP8_GROUP or dtype_quant not in FP8_MAX or x.dim() != 3 or x.shape[2] % FP8_GROUP:
+        return ", and weightprep's takes heads in whole groups of 128, to fp8"
+    if rest or others:
+        return f", and weightprep's does not know {_names(rest, others)}"
     values, scales = flatten_quant_fp8(x, scale_layout=GroupScaleLayout.COLUMN, fp8_dtype=dtype_quant)
     return values, scales
 
 
-def _group(x: torch.Tensor, *, quant_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _group(
+    x: torch.Tensor,
+    scale: object = None,
+    quant_dtype: Any = None,
+    group_size: object = FP8_GROUP,
+    *rest: object,
+    num_rows: object = None,
+    num_rows_factor: object = 1,
+    **others: object,
+) -> _Pair | str:
+    whole = x.dim() == 2 and x.shape[1] % FP8_GROUP == 0 and x.stride(1) == 1
+    if group_size != FP8_GROUP or quant_dtype not in FP8_MAX or not whole:
+        return ", and weightprep's takes contiguous rows in whole groups of 128, to fp8"
+    given = others | {name: value for name, value in (("scale", scale), ("num_rows", num_rows)) if value is not None}
+    if rest or given:
+        return f", and weightprep's does not know {_names(rest, given)}"
     return quantize_groups(x, layout=GroupScaleLayout.COLUMN, fp8=quant_dtype)
 
 
-_SUBSTITUTES: Mapping[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {FLATTEN: _flatten, GROUP: _group}
+def _names(rest: tuple[object, ...], others: Mapping[str, object]) -> str:
+    return ", ".join([*sorted(others), *(["further arguments by position"] if rest else [])])
+
+
+_SUBSTITUTES: Mapping[str, Callable[..., _Pair | str]] = {FLATTEN: _flatten, GROUP: _group}
