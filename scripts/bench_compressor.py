@@ -7,8 +7,9 @@
 the same GEMM and the same compress and quantization kernels, so the difference is the passes that went away. One CUDA
 graph holds one decode step: 90 compressors with distinct weights and states (DeepSeek-V4-Pro's sizes: 30 of ratio 4
 with head_dim 512, 30 of ratio 4 with head_dim 128 in the indexer, 30 of ratio 128), or 183 quantizations. A figure is
-the median of 20 replays. Nothing is timed before its result was compared with the eager reference. FOLDER holds an
-unpacked amd-aiter wheel: its producers are then timed too. --check times nothing: it runs the kernels, decode and
+the median of 20 replays. Nothing is timed before its result was compared with the eager reference: of every compressor,
+and of every producer on one input of each number of rows. FOLDER holds an unpacked amd-aiter wheel: its fused RMSNorm
+is then timed too, after a comparison with weightprep's. --check times nothing: it runs the kernels, decode and
 prefill, for every combination of dtypes of scores, state, bias and output, and compares with the eager reference.
 """
 
@@ -313,6 +314,7 @@ def bench_scales(aiter: Any | None, bandwidth: float) -> list[dict[str, Any]]:
     for rows in BATCHES:
         inputs = [torch.randn(rows, HIDDEN, device=DEVICE).bfloat16() for _ in range(QUANTIZATIONS)]
         residuals = [torch.randn_like(x) for x in inputs]
+        check_producers(inputs[0], residuals[0])
         for name, (produce, value_bytes) in producers(aiter).items():
             moved = QUANTIZATIONS * (rows * HIDDEN * value_bytes + rows * HIDDEN // 128 * 4)
             row: dict[str, Any] = {"rows": rows, "producer": name, "floor_us": moved / bandwidth * 1e6}
@@ -325,6 +327,36 @@ def bench_scales(aiter: Any | None, bandwidth: float) -> list[dict[str, Any]]:
     return table
 
 
+def check_producers(x: torch.Tensor, residual: torch.Tensor) -> None:
+    """weightprep's producers and their eager reference, in both layouts."""
+    weight = torch.ones(HIDDEN, dtype=x.dtype, device=x.device)
+    for layout in GroupScaleLayout:
+        (q, scale), (wanted_q, wanted_scale) = (
+            quantize_groups(x, layout=layout, backend=backend) for backend in (Backend.TRITON, Backend.TORCH)
+        )
+        if not layout.holds(scale) or not torch.equal(scale, wanted_scale) or not same_bytes(q, wanted_q):
+            raise SystemExit(f"quantize_groups in {layout} and its reference differ")
+        ours, wanted = (
+            rms_norm_quantize(x, weight, 1e-6, residual=residual, layout=layout, backend=backend)
+            for backend in (Backend.TRITON, Backend.TORCH)
+        )
+        # Sums of HIDDEN squares in another order.
+        if not layout.holds(ours.scale) or not torch.allclose(ours.scale, wanted.scale, rtol=4e-6):
+            raise SystemExit(f"the scales of rms_norm_quantize in {layout} and its reference's differ")
+        if not same_but_for_ties(ours.q, wanted.q) or not torch.equal(ours.residual, wanted.residual):
+            raise SystemExit(f"rms_norm_quantize in {layout} and its reference differ")
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def same_but_for_ties(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether fp8 values agree but for a few neighbours: values near the middle of two may go either way."""
+    apart = (a.view(torch.int8).int() - b.view(torch.int8).int()).abs()
+    return bool(apart.max() <= 1) and bool((apart > 0).float().mean() <= 1e-2)
+
+
 def check_aiter(producer: Any, x: torch.Tensor, weight: torch.Tensor) -> None:
     """The wheel's producer through the wrapper and ours: same scales in either layout, same bytes but for ties."""
     for layout in GroupScaleLayout:
@@ -332,9 +364,8 @@ def check_aiter(producer: Any, x: torch.Tensor, weight: torch.Tensor) -> None:
         ours = rms_norm_quantize(x, weight, 1e-6, layout=layout)
         if not layout.holds(scale) or not torch.allclose(scale, ours.scale, rtol=2e-6):
             raise SystemExit(f"aiter's scales in {layout} differ")
-        apart = (q.view(torch.int8).int() - ours.q.view(torch.int8).int()).abs()
-        # Ties of e4m3 may go either way after divisions that are not correctly rounded.
-        if apart.max() > 1 or (apart > 0).float().mean() > 1e-2:
+        # aiter's divisions are not correctly rounded.
+        if not same_but_for_ties(q, ours.q):
             raise SystemExit("aiter's bytes differ by more than ties")
 
 

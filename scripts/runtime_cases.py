@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -19,6 +21,15 @@ REPLAYS = 10
 DEVICE = "cuda"
 # The digit of a cell's name.
 FORMS = (OutQuant.NONE, OutQuant.FP8_GROUP, OutQuant.MXFP4)
+# By the same digit: what rounding activations and output costs on normal data, doubled; another product is off by 1.4.
+LARGEST_ERROR = (0.08, 0.08, 0.2)
+
+
+def environment() -> dict[str, str]:
+    """What a figure depends on besides the code."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    gpu = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    return {"gpu, driver": gpu, "torch": torch.__version__, "triton": triton.__version__, "command": " ".join(sys.argv)}
 
 
 def per_layer_us(call: Callable[[int], None]) -> float:
@@ -81,3 +92,11 @@ def relative_error(out: torch.Tensor, scales: torch.Tensor | None, wanted: torch
         got = (out.float().view(out.shape[0], -1, 128) * scales[..., None]).double()
     got = got.reshape(wanted.shape)
     return float((got - wanted).norm() / wanted.norm())
+
+
+def require_right(out: torch.Tensor, scales: torch.Tensor | None, wanted: torch.Tensor, quant: int, what: str) -> float:
+    """The relative error, or the end of the benchmark: no figure without a right result."""
+    error = relative_error(out, scales, wanted)
+    if not error < LARGEST_ERROR[quant]:
+        raise SystemExit(f"{what}: wrong result, error {error}: no figure")
+    return error

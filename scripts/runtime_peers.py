@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,21 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from runtime_cases import DEVICE, Case, outputs, per_layer_us, relative_error
+from runtime_cases import (
+    DEVICE,
+    LARGEST_ERROR,
+    LAYERS,
+    Case,
+    outputs,
+    per_layer_us,
+    relative_error,
+    require_right,
+)
 
 from weightprep.runtime import group_quant
 from weightprep.runtime.absorb import absorb_v
 from weightprep.runtime.choice import ActQuant, OutQuant, Quantized
+from weightprep.runtime.reference import absorb_reference
 from weightprep.runtime.triton_quant import launch_flatten_fp8, launch_flatten_mxfp4
 
 
@@ -37,6 +48,13 @@ def peers(case: Case, m: int, quant: int) -> dict[str, float]:
     def bmm(i: int) -> None:
         torch.bmm(x.transpose(0, 1), weights[i], out=buffer.transpose(0, 1))
 
+    def check(i: int, out: torch.Tensor, scales: torch.Tensor | None, digit: int) -> None:
+        what = f"torch.bmm and weightprep's quantization, M = {m}, layer {i}"
+        require_right(out, scales, absorb_reference(x, weights[i]).double(), digit, what)
+
+    for i in range(LAYERS):
+        bmm(i)
+        check(i, buffer, None, 0)
     head_major = torch.empty((case.heads, m, case.n), device=DEVICE, dtype=torch.bfloat16)
     result["bmm_batch_major"] = per_layer_us(bmm)
     result["bmm_head_major"] = per_layer_us(lambda i: torch.bmm(x.transpose(0, 1), weights[i], out=head_major))
@@ -47,6 +65,9 @@ def peers(case: Case, m: int, quant: int) -> dict[str, float]:
             bmm(i)
             launch_flatten_mxfp4(buffer, packed, powers)
 
+        for i in range(LAYERS):
+            both_mxfp4(i)
+            check(i, packed, powers, 2)
         result["bmm_then_flatten_mxfp4"] = per_layer_us(both_mxfp4)
     if quant == 1:
         out, scales = outputs(m, case.heads, case.n, 1)
@@ -61,6 +82,9 @@ def peers(case: Case, m: int, quant: int) -> dict[str, float]:
             if b <= max(m, 1)
         }
         best = min(searched, key=searched.get)
+        for i in range(LAYERS):
+            both(i, *best)
+            check(i, out, scales, 1)
         result["bmm_then_flatten_fp8"] = searched[best]
         result["flatten_block_m"], result["flatten_warps"] = best
     total = case.heads * case.k * case.n
@@ -138,21 +162,42 @@ def aiter_kernel(folder: Path) -> Callable[..., None]:
     return launch
 
 
+def aiter_configs(m: int) -> Iterator[tuple[int, int, int, int]]:
+    """block_m, block_n, warps and stages; tiles of more rows than there are, but for the smallest two, are left out."""
+    for config in itertools.product((16, 32, 64, 128), (32, 64, 128, 256), (2, 4, 8), (2, 3, 4)):
+        if config[0] <= max(m, 32):
+            yield config
+
+
 def aiter_peer(case: Case, m: int, quant: int, folder: Path) -> dict[str, Any]:
-    """aiter's fp8 kernel with its best configuration, alone and before its own quantization for o_proj."""
+    """aiter's fp8 kernel with the best of :func:`aiter_configs`, alone and before its own quantization for o_proj."""
     launch, x = aiter_kernel(folder), case.rows(m)
     out = torch.empty((m, case.heads, case.n), device=DEVICE, dtype=torch.bfloat16)
     weights = [t.transpose(1, 2) for t in case.fp8]
-    configs = list(itertools.product((16, 32) if m <= 64 else (32, 64), (64, 128), (4,), (2, 3)))
+    configs = list(aiter_configs(m))
 
     def compile_one(config: tuple[int, int, int, int]) -> None:
-        launch(x, weights[0], case.scale, out, *config)
+        with contextlib.suppress(Exception):  # what cannot run is left out below
+            launch(x, weights[0], case.scale, out, *config)
 
-    with ThreadPoolExecutor(8, initializer=lambda: torch.cuda.set_device(0)) as pool:
+    with ThreadPoolExecutor(12, initializer=lambda: torch.cuda.set_device(0)) as pool:
         list(pool.map(compile_one, configs))
-    times = {c: per_layer_us(lambda i, c=c: launch(x, weights[i], case.scale, out, *c)) for c in configs}
+    first = absorb_reference(x, weights[0], case.scale).double()
+    times = {}
+    for config in configs:
+        out.fill_(float("nan"))
+        try:
+            launch(x, weights[0], case.scale, out, *config)
+        except Exception:  # beyond the GPU's shared memory or registers
+            continue
+        if relative_error(out, None, first) < LARGEST_ERROR[0]:
+            times[config] = per_layer_us(lambda i, c=config: launch(x, weights[i], case.scale, out, *c))
     best = min(times, key=times.__getitem__)
-    result = {"aiter_fp8": times[best], "aiter_config": best}
+    for i in range(LAYERS):
+        launch(x, weights[i], case.scale, out, *best)
+        wanted = absorb_reference(x, weights[i], case.scale).double()
+        require_right(out, None, wanted, 0, f"aiter's kernel {best}, M = {m}, layer {i}")
+    result = {"aiter_fp8": times[best], "aiter_config": best, "aiter_configs_timed": len(times)}
     if quant == 1:
         from aiter_wheel import import_triton_module
 
@@ -162,5 +207,10 @@ def aiter_peer(case: Case, m: int, quant: int, folder: Path) -> dict[str, Any]:
             launch(x, weights[i], case.scale, out, *best)
             flatten(out, 128, torch.float8_e4m3fn)
 
+        for i in range(LAYERS):
+            launch(x, weights[i], case.scale, out, *best)
+            values, scales = flatten(out, 128, torch.float8_e4m3fn)
+            wanted = absorb_reference(x, weights[i], case.scale).double()
+            require_right(values, scales, wanted, 1, f"aiter's kernel {best} and quantization, M = {m}, layer {i}")
         result["aiter_fp8_then_aiter_flatten"] = per_layer_us(both)
     return result
