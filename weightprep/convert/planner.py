@@ -12,6 +12,7 @@ from weightprep.checkpoint.reader import SourceModule, find_module
 from weightprep.checkpoint.repository import INDEX_NAME, Checkpoint
 from weightprep.checkpoint.writer import describe
 from weightprep.convert.coverage import check_coverage, unclaimed_modules
+from weightprep.convert.draft_layers import draft_layers, layer_prefix
 from weightprep.convert.inline import inline_jobs, inline_texts
 from weightprep.convert.options import PARTIAL_SUFFIX, SIDECAR_DIR, ConvertOptions, Layout
 from weightprep.convert.plan import ConversionPlan, Fate, ModuleJob, PassedModule, SourceStamp, TensorFate, has_heads
@@ -22,14 +23,13 @@ from weightprep.errors import CheckpointError, RecipeError
 from weightprep.formats import Encoding
 from weightprep.recipe import ModelPlan, ModulePlan, find_recipe, load_recipe, resolve
 from weightprep.recipe.load import shipped_architectures
-from weightprep.recipe.resolve import NEXTN_GROUP, no_architectures
+from weightprep.recipe.resolve import no_architectures
 from weightprep.transforms import Form, check_composition
 from weightprep.transforms.split_kv_b import kv_b_shape
 from weightprep.transforms.stored_absorbed import STORED_NAMES, stored_shapes
 
 __all__ = [
     "find_modules",
-    "layer_prefix",
     "make_plan",
     "plan_contents",
     "plan_model",
@@ -188,12 +188,6 @@ def _check_shape(plan: ModulePlan, source: SourceModule, dims: Mapping[str, int]
             )
 
 
-def layer_prefix(plan: ModulePlan) -> str:
-    """ "model.layers.78" of "model.layers.78.self_attn.kv_b_proj"."""
-    head, separator, _ = plan.source.partition(f".{plan.layer}.")
-    return head + separator.rstrip(".")
-
-
 def _prefixes(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[: position + 1]) for position, part in enumerate(parts) if part.isdecimal()]
@@ -246,9 +240,7 @@ def _module_names(checkpoint: Checkpoint, model: ModelPlan, made: Mapping[str, E
     widened = [module for module, encoding in made.items() if encoding is Encoding.BF16]
     quantized = [module for module in made if module not in widened]
     linears = linear_modules((name, ref.shape) for name, ref in checkpoint.tensors.items())
-    # Asked again, because a NextN layer that is kept has its names too.
-    every = resolve(model.recipe, checkpoint.config.raw).modules
-    nextn = list(dict.fromkeys(layer_prefix(plan) for plan in every if plan.group == NEXTN_GROUP))
+    nextn = draft_layers(checkpoint, model)
     wrapper = model.recipe.wrappers.get(model.architecture)
     return Modules(quantized, widened, linears, nextn, wrapper.prefix if wrapper is not None else "")
 
