@@ -20,7 +20,15 @@ from weightprep.checkpoint.config import CONFIG_NAME, HF_QUANT_CONFIG_NAME, Mode
 from weightprep.errors import CheckpointError
 from weightprep.formats.encoding import SCALE_SUFFIXES, WEIGHT_SUFFIXES
 
-__all__ = ["EXCLUDE_KEYS", "FUSED", "ExcludeEntry", "ExcludeList", "draft_names", "read_exclude_list"]
+__all__ = [
+    "EXCLUDE_KEYS",
+    "FUSED",
+    "ExcludeEntry",
+    "ExcludeList",
+    "draft_names",
+    "pattern_of",
+    "read_exclude_list",
+]
 
 EXCLUDE_KEYS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude", "exclude_modules")
 
@@ -183,7 +191,7 @@ def read_exclude_list(config: ModelConfig, nextn_prefixes: Iterable[str] = ()) -
     reach = _REACH.get(method, _Reach.ANYWHERE)
     patterns = {}
     for entry in entries:
-        regex = _compile(entry)
+        regex = pattern_of(entry)
         if regex is not None:
             patterns[entry] = _Pattern(regex, by_part=reach is _Reach.PART)
     return ExcludeList(entries, tuple(nextn_prefixes), reach, MappingProxyType(patterns))
@@ -212,8 +220,11 @@ def _entries(file: str, holder: Mapping[str, object]) -> Iterator[ExcludeEntry]:
         yield from (ExcludeEntry(text, file, key) for text in value)
 
 
-def _compile(entry: ExcludeEntry) -> re.Pattern[str] | None:
-    """The pattern of a glob or `re:` entry, None for a plain name."""
+def pattern_of(entry: ExcludeEntry) -> re.Pattern[str] | None:
+    """The pattern of a glob or `re:` entry, None for a plain name.
+
+    :raises CheckpointError: it is no regular expression, or one that can take for ever
+    """
     if not entry.text.startswith("re:"):
         # fnmatch compiles any number of stars into a pattern that cannot backtrack far.
         return re.compile(fnmatch.translate(entry.text)) if any(c in entry.text for c in "*?[") else None

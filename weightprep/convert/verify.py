@@ -16,6 +16,7 @@ from pathlib import Path
 from weightprep import __version__
 from weightprep.checkpoint.manifest import MANIFEST_NAME, SIDECAR_MANIFEST, Manifest, ModuleRecord, read_manifest
 from weightprep.checkpoint.repository import Checkpoint
+from weightprep.convert.declared import check_declared
 from weightprep.convert.files import Progress, Unwatched
 from weightprep.convert.fileset import check_file_set, check_index, check_repository
 from weightprep.convert.in_order import in_order
@@ -187,6 +188,8 @@ class _Judge:
             consumed = frozenset(ref.name for job in self._plan.modules for ref in job.source_refs)
             yield from self._untouched(source, kept, consumed, made)
             yield from self._converted(source, kept)
+            modules = [job.source.module for job in self._plan.modules]
+            yield from check_declared(self._root, kept, modules, is_whole=checkpoint.config.quantization is None)
         manifest = self._manifest
         copies = {self._root / SIDECAR_MANIFEST}
         yield from check_manifest(manifest, self._manifest_path, copies, self._plan, self._fresh)
