@@ -489,6 +489,48 @@ def test_second_conversion_into_one_destination_is_refused(source: Path, tmp_pat
     assert (tmp_path / "dst" / "config.json").exists()
 
 
+class Counted(Unwatched):
+    """Progress that counts the files that were begun."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+
+    def begin(self, file: str, nbytes: int) -> None:
+        self.begun += 1
+
+
+def test_a_run_that_was_planned_before_another_ended_does_nothing_again(
+    source: Path, tmp_path: Path, reference: dict[str, str]
+) -> None:
+    first, second = (make_plan(options(source, tmp_path / "dst")) for _ in range(2))
+    execute(first, Unwatched())
+
+    counted = Counted()
+    with pytest.raises(CheckpointError, match="files in it"):
+        execute(second, counted)
+
+    assert counted.begun == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["dst"]
+    assert hashes(tmp_path / "dst") == reference
+
+
+def test_what_came_to_the_destination_after_the_plan_costs_no_finished_file(source: Path, tmp_path: Path) -> None:
+    class Interrupted(Unwatched):
+        def end(self, file: str) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(make_plan(options(source, tmp_path / "dst", workers=1)), Interrupted())
+    plan, counted = make_plan(options(source, tmp_path / "dst", workers=1)), Counted()
+    (tmp_path / "dst").mkdir()
+    (tmp_path / "dst" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="files in it"):
+        execute(plan, counted)
+    assert counted.begun == 0
+    (tmp_path / "dst" / "notes.txt").unlink()
+    assert execute(plan, counted).resumed == 1
+
+
 def test_parts_of_a_job_array(source: Path, tmp_path: Path, reference: dict[str, str]) -> None:
     base = ["convert", str(source), str(tmp_path / "dst"), "--link", "copy"]
 

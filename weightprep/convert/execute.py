@@ -84,6 +84,8 @@ def _locked(plan: ConversionPlan, part: Part, journal: Journal, progress: Progre
     mine = jobs_of(plan, part)
     todo = [] if options.finish else [job for job in mine if job.name not in done]
     try:
+        # Another run may have come to its last rename since the plan was made: that is told before the work, not after.
+        options.check_destination()
         _check_space(plan, done)
         runner = (RayRunner if options.executor is Executor.RAY else FileRunner)(plan, journal, progress)
         runner.run(todo)
