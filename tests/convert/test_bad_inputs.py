@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from weightprep.cli import app
-from weightprep.convert.journal import finished_files
+from weightprep.convert.journal import journaled_files
 from weightprep.synth import synthesize
 
 KV_B = "model.layers.1.self_attn.kv_b_proj"
@@ -196,7 +196,7 @@ def test_bad_source(
     # A shard that another worker had finished by then stays, and is told of.
     partial = tmp_path / "dst.partial"
     assert partial.exists() == (f"{partial}: " in result.stderr)
-    assert not partial.exists() or finished_files(partial)
+    assert not partial.exists() or journaled_files(partial)
 
 
 def test_zero_weight_gets_scale_one(bf16: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from file_hashes import hashes
@@ -24,9 +25,11 @@ from typer.testing import CliRunner
 from weightprep.cli import app
 from weightprep.convert.execute import Result, execute
 from weightprep.convert.files import Unwatched
-from weightprep.convert.journal import finished_files
+from weightprep.convert.journal import journaled_files
 from weightprep.convert.options import ConvertOptions, Layout, LinkMode
+from weightprep.convert.plan import ConversionPlan
 from weightprep.convert.planner import make_plan
+from weightprep.convert.remaining import finished_by
 from weightprep.errors import CheckpointError, QualityError, WeightprepError
 from weightprep.synth import synthesize
 
@@ -55,9 +58,12 @@ def convert(source: Path, destination: Path, **changes: object) -> Result:
 CHILD = """
 import os, sys
 from pathlib import Path
+from typing import Any
 from weightprep.convert.execute import execute
 from weightprep.convert.options import ConvertOptions, LinkMode
+from weightprep.convert.plan import ConversionPlan
 from weightprep.convert.planner import make_plan
+from weightprep.convert.remaining import finished_by
 class Silent:
     def begin(self, *_): pass
     advance = end = begin
@@ -413,7 +419,7 @@ def test_a_waived_floor_goes_on_with_what_is_converted(tmp_path: Path) -> None:
 )
 def test_a_strangers_line_in_the_journal_finishes_nothing(tmp_path: Path, line: str) -> None:
     (tmp_path / "journal-1-of-1.jsonl").write_text(line + "\n")
-    assert finished_files(tmp_path) == {}
+    assert journaled_files(tmp_path) == {}
 
 
 def test_file_systems_without_copy_in_the_kernel(
@@ -487,6 +493,74 @@ def test_second_conversion_into_one_destination_is_refused(source: Path, tmp_pat
 
     assert set(refused) == {"another process that is writing into it"}
     assert (tmp_path / "dst" / "config.json").exists()
+
+
+def rename_tensor(header: dict[str, Any]) -> None:
+    name = next(name for name in header if name.endswith("weight"))
+    header[name.replace("weight", "thgiew")] = header.pop(name)
+
+
+def rename_key(header: dict[str, Any]) -> None:
+    metadata = header["__metadata__"]
+    metadata["tamrof"] = metadata.pop("format")
+
+
+def change_header(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the header at `path` and keep its size, and that of the file; a file of its own, if it was a link."""
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    change(header)
+    text = json.dumps(header, separators=(",", ":")).encode().ljust(length)
+    assert len(text) == length
+    assert text != raw[8 : 8 + length]
+    path.unlink()
+    path.write_bytes(raw[:8] + text + raw[8 + length :])
+
+
+@pytest.mark.parametrize("change", [rename_tensor, rename_key])
+@pytest.mark.parametrize(
+    ("layout", "link"),
+    [(Layout.INLINE, LinkMode.COPY), (Layout.INLINE, LinkMode.HARD), (Layout.SIDECAR, LinkMode.COPY)],
+)
+def test_a_finished_file_with_another_header_is_written_again(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], layout: Layout, link: LinkMode
+) -> None:
+    """A rewritten shard, or a sidecar, and a whole one; the header has the planned size and is not the planned one."""
+    source = synthesize(tmp_path / "src", layers=2, shards=10)
+
+    def planned(name: str) -> ConversionPlan:
+        return make_plan(ConvertOptions(source, tmp_path / name, link=link, layout=layout, workers=1))
+
+    class AtEnd(Unwatched):
+        def end(self, file: str) -> None:
+            if len(finished_by(plan)) == len(plan.jobs):
+                raise KeyboardInterrupt
+
+    execute(planned("uninterrupted"), Unwatched())
+    plan = planned("dst")
+    with pytest.raises(KeyboardInterrupt):
+        execute(plan, AtEnd())
+    changed = {next(job.name for job in plan.jobs if job.rewritten is rewritten) for rewritten in (True, False)}
+    for name in changed:
+        change_header(tmp_path / "dst.partial" / "files" / name, change)
+
+    assert set(finished_by(plan)) == {job.name for job in plan.jobs} - changed
+    assert execute(planned("dst"), Unwatched()).resumed == len(plan.jobs) - 2
+    assert hashes(tmp_path / "dst") == hashes(tmp_path / "uninterrupted")
+
+
+def test_a_part_whose_file_was_changed_is_missing_at_the_end(source: Path, tmp_path: Path) -> None:
+    base = ["convert", str(source), str(tmp_path / "dst"), "--link", "copy"]
+    for part in ("1/2", "2/2"):
+        assert CliRunner().invoke(app, [*base, "--part", part]).exit_code == 0
+    change_header(min((tmp_path / "dst.partial" / "files").iterdir()), rename_key)
+    done = CliRunner().invoke(app, [*base, "--finish"])
+    assert done.exit_code == 2
+    assert "1 of 6 files not done" in done.stderr
+    assert CliRunner().invoke(app, [*base, "--part", "1/2"]).exit_code == 0
+    assert CliRunner().invoke(app, [*base, "--finish"]).exit_code == 0
+    assert CliRunner().invoke(app, ["verify", str(source), str(tmp_path / "dst")]).exit_code == 0
 
 
 class Counted(Unwatched):

@@ -18,7 +18,8 @@ from weightprep import __version__
 from weightprep.checkpoint.manifest import MANIFEST_NAME, SIDECAR_MANIFEST, Manifest, ModuleRecord
 from weightprep.checkpoint.writer import fsync_directory
 from weightprep.convert.files import FileRunner, Progress, check_unchanged
-from weightprep.convert.journal import Entry, Journal, claim, finished_files, identity_of, parts_of
+from weightprep.convert.finished import finished_files
+from weightprep.convert.journal import Entry, Journal, claim, identity_of, parts_of
 from weightprep.convert.options import Executor, Layout, LinkMode, Part
 from weightprep.convert.partial import commit, put_back, temporary_of, tree_of
 from weightprep.convert.placing import place_file, replace_file, sync_file, write_bytes
@@ -80,7 +81,7 @@ def execute(plan: ConversionPlan, progress: Progress) -> Result:
 def _locked(plan: ConversionPlan, part: Part, journal: Journal, progress: Progress) -> Result:
     options, partial = plan.options, plan.options.partial
     put_back(options)
-    done = finished_files(partial)
+    done = finished_files(plan)
     mine = jobs_of(plan, part)
     todo = [] if options.finish else [job for job in mine if job.name not in done]
     try:
@@ -100,7 +101,7 @@ def _locked(plan: ConversionPlan, part: Part, journal: Journal, progress: Progre
     except WeightprepError:
         # Whatever failed, a finished file is not thrown away: a disk can be mended, a floor be waived. Parts of a job
         # array leave each other's directory alone.
-        if part.count == 1 and not finished_files(partial):
+        if part.count == 1 and not finished_files(plan):
             shutil.rmtree(partial, ignore_errors=True)
         raise
     commit(options)
@@ -117,7 +118,7 @@ def _check_parts(plan: ConversionPlan, count: int) -> None:
         return
     if (begun := parts_of(partial)) == count:
         return
-    done = finished_files(partial)
+    done = finished_files(plan)
     left = [
         f"--part {index}/{begun}"
         for index in range(1, begun + 1)

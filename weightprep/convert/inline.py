@@ -18,7 +18,7 @@ from weightprep.checkpoint.repository import INDEX_NAME, MAX_INDEX_BYTES, Checkp
 from weightprep.convert.plan import ModuleJob, OutputTensor, ShardJob
 from weightprep.convert.quant_config import Modules, edit_config, edit_hf_quant_config
 
-__all__ = ["inline_jobs", "inline_texts", "shard_size"]
+__all__ = ["inline_jobs", "inline_texts", "shard_header", "shard_size"]
 
 
 def inline_jobs(checkpoint: Checkpoint, modules: Sequence[ModuleJob]) -> tuple[ShardJob, ...]:
@@ -53,8 +53,12 @@ def inline_jobs(checkpoint: Checkpoint, modules: Sequence[ModuleJob]) -> tuple[S
 
 def shard_size(tensors: Sequence[OutputTensor], metadata: Mapping[str, str]) -> int:
     """Bytes of the file that holds `tensors`."""
-    placed = place(tensor.info for tensor in tensors)
-    return len(encode_header(placed, metadata)) + sum(info.nbytes for info in placed)
+    return len(shard_header(tensors, metadata)) + sum(tensor.info.nbytes for tensor in tensors)
+
+
+def shard_header(tensors: Sequence[OutputTensor], metadata: Mapping[str, str]) -> bytes:
+    """What the file that holds `tensors` begins with."""
+    return encode_header(place(tensor.info for tensor in tensors), metadata)
 
 
 def inline_texts(checkpoint: Checkpoint, jobs: Sequence[ShardJob], names: Modules) -> dict[Path, bytes]:

@@ -25,7 +25,7 @@ from weightprep.convert.options import ConvertOptions, Part
 from weightprep.convert.partial import NAMES, check_partial, make_directories, put_back, tree_of
 from weightprep.errors import CheckpointError
 
-__all__ = ["Entry", "Journal", "claim", "finished_files", "identity_of", "parts_of"]
+__all__ = ["Entry", "Journal", "claim", "identity_of", "journaled_files", "parts_of"]
 
 _PLAN = "plan.json"
 _MAX_PLAN_BYTES = 2**16
@@ -207,8 +207,8 @@ class Journal:
             os.write(self._fd, b"\n")
 
 
-def finished_files(partial: Path) -> dict[str, Entry]:
-    """Every file that a journal calls finished and that is there in its full size."""
+def journaled_files(partial: Path) -> dict[str, Entry]:
+    """Every file that a journal calls finished and that is there in the size that the journal tells."""
     entries: dict[str, Entry] = {}
     for path in sorted(partial.glob("journal-*.jsonl")):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -9,7 +9,8 @@ import os
 from collections.abc import Container
 from dataclasses import dataclass
 
-from weightprep.convert.journal import Entry, finished_files, identity_of, parts_of
+from weightprep.convert.finished import finished_files
+from weightprep.convert.journal import Entry, identity_of, parts_of
 from weightprep.convert.options import Part, nearest_existing
 from weightprep.convert.placing import can_link
 from weightprep.convert.plan import ConversionPlan, ShardJob
@@ -50,7 +51,7 @@ def finished_by(plan: ConversionPlan) -> dict[str, Entry]:
     if identity_of(options.partial) != plan.identity:
         return {}
     count = options.part.count if options.part else 1
-    return finished_files(options.partial) if options.finish or parts_of(options.partial) == count else {}
+    return finished_files(plan) if options.finish or parts_of(options.partial) == count else {}
 
 
 def left_to_write(plan: ConversionPlan, done: Container[str]) -> int:
