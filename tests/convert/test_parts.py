@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,23 @@ def test_what_stays_after_a_failure_is_told(root: Path) -> None:
     assert code == 2
     assert name in message
     assert f"{root / 'dst.partial'}: 1 of 2 file(s) are finished and stay" in message
+
+
+def test_what_is_told_of_beginning_again_is_so(root: Path) -> None:
+    """--overwrite goes on with the same conversion's partial result; without the directory nothing is left of it."""
+    shard = max((root / "src").glob("*.safetensors"))
+    sound = shard.read_bytes()
+    tensors = load_file(shard)
+    name = next(name for name in tensors if name.endswith("kv_b_proj.weight"))
+    tensors[name].view(-1)[0] = float("nan")
+    save_file(tensors, shard, metadata={"format": "pt"})
+    message = convert(root, "--workers", "1")[2]
+    assert "the same command goes on from there; to begin again, remove that directory" in message
+    again = convert(root, "--workers", "1", "--overwrite")[2]
+    assert "1 of 2 file(s) are finished and stay" in message
+    assert "1 of 2 file(s) are finished and stay" in again
+
+    shard.write_bytes(sound)
+    shutil.rmtree(root / "dst.partial")
+    _, out, _ = convert(root, "--json")
+    assert json.loads(out)["resumed_files"] == 0

@@ -115,7 +115,7 @@ def convert(
     except WeightprepError:
         if kept := finished_by(plan):
             say(f"{plan.options.partial}: {len(kept)} of {len(plan.jobs)} file(s) are finished and stay:")
-            say("  the same command goes on from there, --overwrite begins again")
+            say("  the same command goes on from there; to begin again, remove that directory")
         raise
     if json:
         _print_result(document, result, time.monotonic() - began)

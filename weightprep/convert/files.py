@@ -233,7 +233,7 @@ class FileRunner:
 def check_unchanged(stamps: Sequence[SourceStamp]) -> None:
     """Refuse source files that are no longer what was planned with.
 
-    :raises CheckpointError: size, modification time or header differ
+    :raises CheckpointError: size, modification time or the first bytes, a header's, differ
     """
     for stamp in stamps:
         try:
