@@ -231,6 +231,37 @@ def test_a_scale_of_another_shape_is_not_what_is_declared(tmp_path: Path) -> Non
     assert finding.found == "declared as fp8 with scales named *.weight_scale, one for the weight"
 
 
+@pytest.mark.parametrize(
+    ("quantization", "found"),
+    [
+        (None, None),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": [KV_B]}, None),
+        ({"quant_method": "quark", "exclude": [KV_B], "global_quant_config": {}}, None),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]},
+            "declared as fp8 with scales named *.weight_scale_inv, one for every block of 128x128",
+        ),
+        ({"quant_method": "quark", "exclude": [], "global_quant_config": {"weight": {"dtype": "fp4"}}}, "fp4"),
+    ],
+)
+def test_a_weight_that_is_stored_unquantized_is_excluded(
+    tmp_path: Path, quantization: dict[str, object] | None, found: str | None
+) -> None:
+    config = {"num_hidden_layers": 2, **({} if quantization is None else {"quantization_config": quantization})}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = {f"{KV_B}.weight": Stored(f"{KV_B}.weight", tmp_path, "BF16", (256, 128), 0, 2 * 256 * 128)}
+    findings = list(check_declared(tmp_path, tensors, [KV_B], is_whole=quantization is None))
+    assert [found in finding.found for finding in findings if found] == [True] * (found is not None)
+    assert bool(findings) == (found is not None)
+
+
+def test_without_a_config_fp8_is_declared_by_nobody(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    tensors = {f"{KV_B}.weight": Stored(f"{KV_B}.weight", tmp_path, "F8_E4M3", (256, 128), 0, 256 * 128)}
+    (finding,) = check_declared(tmp_path, tensors, [KV_B], is_whole=True)
+    assert finding.found == "declared as quant_method None"
+
+
 def test_the_second_list_of_excluded_modules_counts(tmp_path: Path) -> None:
     source = synthesize(tmp_path / "src", layers=2, shards=1)
     destination = converted(source, tmp_path / "dst")

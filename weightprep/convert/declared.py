@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from weightprep.checkpoint.config import CONFIG_NAME, ModelConfig, find_quantization, read_config
-from weightprep.checkpoint.exclude import FUSED, ExcludeEntry, draft_names, pattern_of, read_exclude_list
+from weightprep.checkpoint.exclude import FUSED, ExcludeEntry, ExcludeList, draft_names, pattern_of, read_exclude_list
 from weightprep.convert.reread import Finding, Stored
 from weightprep.errors import CheckpointError
 
@@ -39,7 +39,7 @@ class _Form:
 
     def fits(self, weight: Stored, scale: Stored | None) -> bool:
         """Whether the stored tensors are of this form."""
-        if scale is None or weight.dtype != _FP8 or len(weight.shape) != 2:
+        if scale is None or len(weight.shape) != 2:
             return False
         if self.block is None:
             return math.prod(scale.shape) == 1
@@ -55,69 +55,88 @@ def check_declared(
 ) -> Iterator[Finding]:
     """Compare what the configs below `root` declare with its `tensors`.
 
-    :param converted: modules that the conversion stores in fp8
+    :param converted: modules that the conversion stores, in fp8 or unquantized
     :param is_whole: whether the whole quantization_config is the conversion's, which then must name every matrix that
         stays as it is
     """
     try:
         config = read_config(root)
+        # Without the draft model's layers: it is asked for by its own names, one after the other.
+        excluded = read_exclude_list(config)
         drafts = _draft_layers(config, tensors, converted)
-        yield from _misread(root, config, tensors, converted, drafts)
-        if is_whole:
-            yield from _unnamed(root, config, tensors, converted, drafts)
+        result = _Result(f"{root / CONFIG_NAME}", config, excluded, drafts, tensors, converted)
+        yield from result.misread()
+        if is_whole and config.quantization is not None:
+            yield from result.unnamed()
     except CheckpointError as error:
         yield Finding(error.subject, error.found, error.wanted)
 
 
-def _misread(
-    root: Path, config: ModelConfig, tensors: Mapping[str, Stored], converted: Collection[str], drafts: Collection[str]
-) -> Iterator[Finding]:
-    """Converted weights that a loader would take for something else."""
-    key, _ = find_quantization(config.raw)
-    quantization = config.quantization or {}
-    read = _READERS.get(quantization.get("quant_method"), _unknown)
-    excluded = read_exclude_list(config, drafts)
-    for module in converted:
-        weight = tensors.get(f"{module}.weight")
-        if weight is None:
-            # A shard that is missing or cannot be read: told elsewhere.
-            continue
-        for name in _asked(module, drafts):
-            if (entry := excluded.entry_for(name)) is not None:
-                fault = f"{entry.file} leaves it unquantized: {entry.key} has {entry.text!r}"
-            else:
-                declared = read(quantization, name)
-                if isinstance(declared, _Form) and declared.fits(weight, tensors.get(module + declared.suffix)):
-                    continue
-                fault = f"declared as {declared}"
-            called = "" if name == module else f" (as {name})"
-            yield Finding(f"{root / CONFIG_NAME}: {key}: {module}{called}", fault, f"what is stored: {weight.dtype}")
-            break
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What is compared.
+
+    :param drafts: the layers that a draft model holds ("model.layers.78")
+    """
+
+    file: str
+    config: ModelConfig
+    excluded: ExcludeList
+    drafts: tuple[str, ...]
+    tensors: Mapping[str, Stored]
+    converted: Collection[str]
+
+    def misread(self) -> Iterator[Finding]:
+        """Converted weights that a loader would take for something else."""
+        key, _ = find_quantization(self.config.raw)
+        for module in self.converted:
+            weight = self.tensors.get(f"{module}.weight")
+            if weight is None:
+                # A shard that is missing or cannot be read: told elsewhere.
+                continue
+            for name in _asked(module, self.drafts):
+                if (fault := self._fault(name, module, weight)) is not None:
+                    called = "" if name == module else f" (as {name})"
+                    yield Finding(f"{self.file}: {key}: {module}{called}", fault, f"what is stored: {weight.dtype}")
+                    break
+
+    def _fault(self, name: str, module: str, weight: Stored) -> str | None:
+        """What a loader that asks for `name` takes the `weight` of `module` for; None where that is what it is."""
+        quantization = self.config.quantization or {}
+        entry = self.excluded.entry_for(name)
+        if entry is not None:
+            has = f"{entry.file} leaves it unquantized: {entry.key} has {entry.text!r}"
+            return has if weight.dtype == _FP8 else None
+        if weight.dtype != _FP8 and not quantization:
+            return None
+        declared = _READERS.get(quantization.get("quant_method"), _unknown)(quantization, name)
+        scale = self.tensors.get(f"{module}{declared.suffix}") if isinstance(declared, _Form) else None
+        if isinstance(declared, _Form) and weight.dtype == _FP8 and declared.fits(weight, scale):
+            return None
+        return f"declared as {declared}"
+
+    def unnamed(self) -> Iterator[Finding]:
+        """Matrices that are stored unquantized and that a loader would take for quantized by a name that it uses."""
+        entries = frozenset(entry.text for entry in self.excluded.entries)
+        made = {f"{module}.weight" for module in self.converted}
+        quantized = {name for name in made if name in self.tensors and self.tensors[name].dtype == _FP8}
+        matrices = (name for name, tensor in self.tensors.items() if _is_matrix(tensor) and name not in quantized)
+        left = {name.removesuffix(".weight"): None for name in matrices}
+        names = dict.fromkeys(found[1] if (found := _EXPERT.match(module)) else module for module in left)
+        names.update(dict.fromkeys([*_fused(names)]))
+        if any(module.startswith(_WRAPPED) for module in self.converted):
+            # Loaders change the names inside of what stands beside the language model.
+            beside = (module.removeprefix("model.") for module in left if not module.startswith(_WRAPPED))
+            names.update(dict.fromkeys(module.split(".")[0] for module in beside))
+        for module in names:
+            missed = next((name for name in _asked(module, self.drafts) if not _is_named(name, entries)), None)
+            if missed is not None:
+                wanted = "an entry of the exclude list, because it is stored unquantized"
+                yield Finding(f"{self.file}: {module}", f"nothing that excludes {missed}", wanted)
 
 
-def _unnamed(
-    root: Path, config: ModelConfig, tensors: Mapping[str, Stored], converted: Collection[str], drafts: Collection[str]
-) -> Iterator[Finding]:
-    """Matrices that stay as they are and that a loader would take for quantized, by a name that it may ask for."""
-    entries = frozenset(entry.text for entry in read_exclude_list(config, drafts).entries)
-    matrices = {name.removesuffix(".weight"): None for name, tensor in tensors.items() if _is_matrix(name, tensor)}
-    made = frozenset(converted)
-    left = {module: None for module in matrices if module not in made}
-    names = dict.fromkeys(found[1] if (found := _EXPERT.match(module)) else module for module in left)
-    names.update(dict.fromkeys([*_fused(names)]))
-    if any(module.startswith(_WRAPPED) for module in converted):
-        # Loaders change the names inside of what stands beside the language model.
-        beside = (module.removeprefix("model.") for module in left if not module.startswith(_WRAPPED))
-        names.update(dict.fromkeys(module.split(".")[0] for module in beside))
-    for module in names:
-        missed = next((name for name in _asked(module, drafts) if not _is_named(name, entries)), None)
-        if missed is not None:
-            wanted = "an entry of the exclude list, because it is stored unquantized"
-            yield Finding(f"{root / CONFIG_NAME}: {module}", f"nothing that excludes {missed}", wanted)
-
-
-def _is_matrix(name: str, tensor: Stored) -> bool:
-    return name.endswith(".weight") and len(tensor.shape) >= 2
+def _is_matrix(tensor: Stored) -> bool:
+    return tensor.name.endswith(".weight") and len(tensor.shape) >= 2
 
 
 def _fused(modules: Collection[str]) -> Iterator[str]:
