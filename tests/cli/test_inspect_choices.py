@@ -41,6 +41,11 @@ def installed(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("0.5.15", "0.5.15", "installed here"),
         ("0.5.23+rocm700", "0.5.23+rocm700", "installed here"),
+        (
+            "0.0.0.dev0",
+            READ_RELEASES[-1],
+            "the newest that was read: 0.0.0.dev0, which is installed, names no release",
+        ),
         (None, READ_RELEASES[-1], "none is installed: the newest that was read"),
     ],
 )

@@ -32,14 +32,16 @@ def choose_engine(asked: str | None) -> ChosenEngine:
 
     :raises EngineError: another engine, no version, or one without a plugin interface
     """
-    from weightprep.engines.sglang.versions import installed_version
+    from weightprep.engines.sglang.versions import gates_version, installed_version, is_release
 
     if asked is None:
-        installed = installed_version()
-        version, source = (
-            str(installed or READ_RELEASES[-1]),
-            "installed here" if installed else "none is installed: the newest that was read",
-        )
+        installed, version = installed_version(), str(gates_version())
+        if installed is None:
+            source = "none is installed: the newest that was read"
+        elif is_release(installed):
+            source = "installed here"
+        else:
+            source = f"the newest that was read: {installed}, which is installed, names no release"
         return ChosenEngine(version, source, unread_note(version))
     name, separator, version = asked.partition("==")
     if name != "sglang" or not separator:

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from releases import unpacked, wheel
 
 from weightprep.engines.sglang.doctor import Finding, examine
+from weightprep.engines.sglang.versions import installed_root
 
 DOCTOR = "import sys; from weightprep.cli import app; app(['doctor', '--json'])"
 
@@ -40,24 +42,33 @@ def test_complete_environment() -> None:
     assert findings["entry point"]["status"] == "ok"
 
 
-def test_left_out_by_the_environment() -> None:
-    code, findings = run(SGLANG_PLUGINS="another")
+@pytest.mark.parametrize(
+    ("plugins", "wanted"),
+    [("another", "another,weightprep"), (",", "weightprep"), (" a, ,b,", "a,b,weightprep")],
+    ids=["another", "none", "blanks"],
+)
+def test_left_out_by_the_environment(plugins: str, wanted: str) -> None:
+    code, findings = run(SGLANG_PLUGINS=plugins)
     assert code == 1
-    assert findings["SGLANG_PLUGINS"]["remedy"] == "add it: SGLANG_PLUGINS=another,weightprep"
+    assert findings["SGLANG_PLUGINS"]["remedy"] == f"add it: SGLANG_PLUGINS={wanted}"
 
 
-def test_without_sglang(tmp_path: Path) -> None:
-    """An environment that shares every installed package but sglang's."""
+def environment_without(package: str, tmp_path: Path) -> str:
+    """The Python of an environment that shares every installed package but those that begin with `package`."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
     (source,) = (Path(path) for path in site.getsitepackages() if path.endswith("site-packages"))
     links = tmp_path / "links"
     links.mkdir()
     for entry in source.iterdir():
-        if not entry.name.startswith("sglang"):
+        if not entry.name.startswith(package):
             (links / entry.name).symlink_to(entry)
     (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     (packages / "links.pth").write_text(f"import site; site.addsitedir({str(links)!r})\n")
-    code, findings = run(str(tmp_path / "venv" / "bin" / "python"))
+    return str(tmp_path / "venv" / "bin" / "python")
+
+
+def test_without_sglang(tmp_path: Path) -> None:
+    code, findings = run(environment_without("sglang", tmp_path))
     assert code == 1
     assert findings["sglang"] == {
         "subject": "sglang",
@@ -65,6 +76,58 @@ def test_without_sglang(tmp_path: Path) -> None:
         "found": "not installed",
         "remedy": "pip install 'weightprep[sglang]'",
     }
+
+
+def test_without_torch(tmp_path: Path) -> None:
+    code, findings = run(environment_without("torch", tmp_path))
+    assert code == 1
+    assert findings["torch"] == {
+        "subject": "torch",
+        "status": "problem",
+        "found": "not installed",
+        "remedy": "install the build of it for this machine's GPU",
+    }
+    assert_all_but_torch(findings)
+
+
+def test_with_a_torch_that_does_not_import(tmp_path: Path) -> None:
+    """A build for a ROCm that this machine does not have."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libamdhip64.so.6: cannot open')\n")
+    code, findings = run(PYTHONPATH=str(tmp_path))
+    assert code == 1
+    assert findings["torch"]["status"] == "problem"
+    assert findings["torch"]["found"].endswith(", whose import fails: ImportError: libamdhip64.so.6: cannot open")
+    assert findings["torch"]["remedy"].startswith("install the build of it for this machine's ROCm or CUDA; ")
+    assert_all_but_torch(findings)
+
+
+def assert_all_but_torch(findings: dict[str, dict[str, Any]]) -> None:
+    """Everything that asks for no torch was looked at."""
+    assert [name for name, finding in findings.items() if finding["status"] == "problem"] == ["torch"]
+    for subject in ("python", "triton", "sglang", "hook targets", "entry point"):
+        assert findings[subject]["status"] == "ok", findings[subject]
+    assert findings["target"]["found"] == "unknown without torch"
+    assert findings["compressor and scale hooks"]["status"] == "note"
+    assert findings["aiter"]["found"] == "not installed"
+
+
+@pytest.mark.parametrize("version", ["0.0.0.dev0", "0.5.11.dev3+g1234567"])
+def test_a_build_from_source_is_judged_by_its_targets(version: str, tmp_path: Path) -> None:
+    """What sglang's own build is named without git's tags."""
+    root = installed_root()
+    assert root is not None
+    (tmp_path / "sglang").symlink_to(root)
+    info = tmp_path / f"sglang-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")
+    code, findings = run(PYTHONPATH=str(tmp_path))
+    assert code == 0, findings
+    assert findings["sglang"]["status"] == "note"
+    assert findings["sglang"]["found"] == (
+        f"{version}, which names no release: judged by its hook targets, with the gates of 0.5.23"
+    )
+    assert findings["hook targets"]["status"] == "ok"
 
 
 def test_with_an_old_sglang(tmp_path: Path) -> None:
@@ -120,4 +183,15 @@ def test_a_target_that_a_load_refuses_is_a_problem() -> None:
     assert findings["target"]["status"] == "problem"
     assert findings["target"]["remedy"] == (
         "unset WEIGHTPREP_TARGET, or name one of auto, gfx950, gfx942, sm90, sm100, cpu"
+    )
+
+
+def test_a_gpu_without_gates_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
+    (target,) = (finding for finding in examine({}) if finding.subject == "target")
+    assert (target.status, target.found) == ("problem", "sm120, a GPU without known gates")
+    assert target.remedy == (
+        "serve without --load-format weightprep, or name the gates that apply in WEIGHTPREP_TARGET: "
+        "gfx950, gfx942, sm90, sm100"
     )

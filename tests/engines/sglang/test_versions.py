@@ -136,6 +136,28 @@ def test_a_release_without_a_target_is_refused_with_the_list(tmp_path: Path, mon
     assert versions.POST_LOAD_WEIGHTS in refused.value.found
 
 
+@pytest.mark.parametrize("version", ["0.0.0.dev0", "0.0.0", "0.1.dev5+gabcdef0", "0.5.11.dev3"])
+def test_a_version_that_names_no_release_is_judged_by_its_targets(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "installed_version", lambda: versions.Version(version))
+    wanted = f"sglang {version} names no release; all hook targets are there, the gates of 0.5.23 are assumed"
+    assert versions.check_support() == wanted
+    assert str(versions.gates_version()) == "0.5.23"
+    monkeypatch.setattr(versions, "installed_root", lambda: tmp_path)
+    with pytest.raises(EngineError) as refused:
+        versions.check_support()
+    assert refused.value.subject == f"sglang {version}"
+    assert refused.value.found.startswith("without sglang.srt.plugins.load_plugins (plugins are loaded); ")
+    assert versions.POST_LOAD_WEIGHTS in refused.value.found
+
+
+@pytest.mark.parametrize("version", ["0.5.12", "0.5.21.dev7", "0.5.24.dev1", "0.9.0"])
+def test_gates_are_those_of_the_version_that_is_installed(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed_version", lambda: versions.Version(version))
+    assert str(versions.gates_version()) == version
+
+
 @pytest.mark.parametrize(("version", "outcome"), [("0.5.10", "refused"), ("0.9.0", "notice")])
 def test_versions_outside_the_map(version: str, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "installed_version", lambda: versions.Version(version))

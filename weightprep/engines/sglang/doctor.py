@@ -44,16 +44,18 @@ class Finding:
 
 def examine(environment: Mapping[str, str] = os.environ) -> list[Finding]:
     """All findings, in the order in which a user would fix them."""
+    torch = _torch()
+    has_torch = torch.status == "ok"
     return [
         _python(),
-        _package("torch", needed=True),
-        _package("triton", needed=False),
-        *_sglang(),
+        torch,
+        _triton(),
+        *_sglang(has_torch),
         *_entry_point(environment),
         *_other_plugins(),
-        _gpu(environment),
+        _gpu(environment, has_torch),
         *_aiter(),
-        *_flags(environment),
+        *(_flags(environment) if has_torch else ()),
     ]
 
 
@@ -64,33 +66,55 @@ def _python() -> Finding:
     return Finding("python", "problem", found, "use Python 3.10 to 3.13")
 
 
-def _package(name: str, *, needed: bool) -> Finding:
+def _torch() -> Finding:
+    """Whether it imports: a build for another ROCm or CUDA is installed, but fails on a library that is not here."""
+    if importlib.util.find_spec("torch") is None:
+        return Finding("torch", "problem", "not installed", "install the build of it for this machine's GPU")
     try:
-        return Finding(name, "ok", metadata.version(name))
+        import torch
+
+        return Finding("torch", "ok", str(torch.__version__))
+    except Exception as error:
+        found = f"{_version_of('torch')}, whose import fails: {type(error).__name__}: {error}"
+        remedy = "install the build of it for this machine's ROCm or CUDA; `python -c 'import torch'` has to work"
+        return Finding("torch", "problem", found, remedy)
+
+
+def _triton() -> Finding:
+    try:
+        return Finding("triton", "ok", metadata.version("triton"))
     except metadata.PackageNotFoundError:
-        remedy = f"pip install {name}" if needed else "only its kernels need it: pip install triton"
-        return Finding(name, "problem" if needed else "note", "not installed", remedy)
+        return Finding("triton", "note", "not installed", "only its kernels need it: pip install triton")
 
 
-def _sglang() -> Iterator[Finding]:
+def _sglang(has_torch: bool) -> Iterator[Finding]:
     root, version = versions.installed_root(), versions.installed_version()
     if root is None:
         yield Finding("sglang", "problem", "not installed", "pip install 'weightprep[sglang]'")
         return
     shown = str(version or "unknown version")
-    if version is not None and version < versions.OLDEST:
+    is_release = versions.is_release(version)
+    if version is not None and is_release and version < versions.OLDEST:
         yield Finding("sglang", "problem", f"{shown}, no plugin interface", f"upgrade to {versions.OLDEST} or later")
         return
-    is_newer = version is None or version > versions.KNOWN[-1]
-    yield Finding("sglang", "note" if is_newer else "ok", f"{shown}{', not known to this release' if is_newer else ''}")
+    if version is None or not is_release:
+        found = f"{shown}, which names no release: judged by its hook targets, with the gates of {versions.KNOWN[-1]}"
+        yield Finding("sglang", "note", found)
+    elif version > versions.KNOWN[-1]:
+        yield Finding("sglang", "note", f"{shown}, not known to this release")
+    else:
+        yield Finding("sglang", "ok", shown)
     missing = versions.missing_targets(root)
     for target in missing:
         remedy = f"use sglang {versions.KNOWN[0]} to {versions.KNOWN[-1]}, or a newer weightprep"
         yield Finding("hook target", "problem", f"no {target.anywhere[0]} ({target.purpose})", remedy)
     if not missing:
         yield Finding("hook targets", "ok", f"all {len(versions.TARGETS)} found")
-    yield _compressor(root)
-    yield _scales(root)
+    if has_torch:
+        yield _compressor(root)
+        yield _scales(root)
+    else:
+        yield Finding("compressor and scale hooks", "note", "not looked at: what they put in place needs torch")
 
 
 def _compressor(root: Path) -> Finding:
@@ -127,8 +151,10 @@ def _entry_point(environment: Mapping[str, str]) -> Iterator[Finding]:
     else:
         yield Finding("entry point", "ok", f"{GROUP}: {_NAME}")
     allowed = environment.get("SGLANG_PLUGINS", "")
-    if allowed and _NAME not in {part.strip() for part in allowed.split(",")}:
-        remedy = f"add it: SGLANG_PLUGINS={allowed},{_NAME}"
+    names = [part.strip() for part in allowed.split(",") if part.strip()]
+    # a value of commas alone names no plugin, and leaves all of them out
+    if allowed and _NAME not in names:
+        remedy = f"add it: SGLANG_PLUGINS={','.join([*names, _NAME])}"
         yield Finding("SGLANG_PLUGINS", "problem", f"{allowed!r} leaves {_NAME} out", remedy)
 
 
@@ -154,7 +180,7 @@ def _sources(distribution: metadata.Distribution) -> Iterator[str]:
             yield path.read_text(errors="replace")
 
 
-def _gpu(environment: Mapping[str, str]) -> Finding:
+def _gpu(environment: Mapping[str, str], has_torch: bool) -> Finding:
     forced = environment.get(TARGET_VARIABLE)
     known = get_args(Options.model_fields["target"].annotation)
     if forced and forced not in known:
@@ -162,15 +188,15 @@ def _gpu(environment: Mapping[str, str]) -> Finding:
         return Finding("target", "problem", f"{forced}, from {TARGET_VARIABLE}, which a load refuses", remedy)
     if forced and forced != "auto":
         return Finding("target", "note", f"{forced}, from {TARGET_VARIABLE}", "unset it to use this machine's own")
-    if importlib.util.find_spec("torch") is None:
+    if not has_torch:
         return Finding("target", "note", "unknown without torch")
-    from weightprep.engines.sglang.hardware import detect_target
+    from weightprep.engines.sglang.hardware import UNKNOWN_GPU_REMEDY, describe_gpu, detect_target
 
     target = detect_target()
     if target is None:
-        return Finding(
-            "target", "problem", "a GPU without known gates", "gates are known for gfx950, gfx942, sm90, sm100"
-        )
+        gpus = ", ".join(name for name in known if name not in ("auto", "cpu"))
+        remedy = f"{UNKNOWN_GPU_REMEDY}: {gpus}"
+        return Finding("target", "problem", f"{describe_gpu()}, a GPU without known gates", remedy)
     if target == "cpu":
         return Finding("target", "note", "no GPU: weights are prepared, no fast path is taken")
     return Finding("target", "ok", target)
@@ -182,7 +208,7 @@ def _aiter() -> Iterator[Finding]:
     if not places:
         yield Finding("aiter", "note", "not installed", "needed on ROCm only")
         return
-    yield Finding("aiter", "ok", f"{_aiter_version()} in {places[0]}")
+    yield Finding("aiter", "ok", f"{_version_of('amd-aiter', 'aiter')} in {places[0]}")
     parameters = _parameters_of(_SCALE_PRODUCER, Path(places[0]) / "ops")
     if parameters is None:
         yield Finding(_SCALE_PRODUCER, "note", "not in this aiter", "sglang 0.5.23 needs a newer aiter on ROCm")
@@ -193,8 +219,9 @@ def _aiter() -> Iterator[Finding]:
         yield Finding(_SCALE_PRODUCER, "note", "has no transpose_scale", remedy)
 
 
-def _aiter_version() -> str:
-    for name in ("amd-aiter", "aiter"):
+def _version_of(*names: str) -> str:
+    """Of the first of these distributions that is installed."""
+    for name in names:
         try:
             return metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -218,8 +245,6 @@ def _parameters_of(function: str, folder: Path) -> set[str] | None:
 
 
 def _flags(environment: Mapping[str, str]) -> Iterator[Finding]:
-    if importlib.util.find_spec("torch") is None:
-        return
     import torch
 
     if torch.version.hip is None:

@@ -9,10 +9,19 @@ import torch
 
 from weightprep.errors import EngineError
 
-__all__ = ["AITER_REMEDY", "AITER_VARIABLE", "aiter_is_on", "detect_target", "resolve_target"]
+__all__ = [
+    "AITER_REMEDY",
+    "AITER_VARIABLE",
+    "UNKNOWN_GPU_REMEDY",
+    "aiter_is_on",
+    "describe_gpu",
+    "detect_target",
+    "resolve_target",
+]
 
 AITER_VARIABLE = "SGLANG_USE_AITER"
 AITER_REMEDY = f"export {AITER_VARIABLE}=1 before the server starts: sglang reads it once, at import"
+UNKNOWN_GPU_REMEDY = "serve without --load-format weightprep, or name the gates that apply in WEIGHTPREP_TARGET"
 _GFX = ("gfx950", "gfx942")
 _SM = {9: "sm90", 10: "sm100"}
 
@@ -28,9 +37,9 @@ def resolve_target(asked: str) -> str:
     if found is None:
         raise EngineError(
             "target",
-            found=_describe(),
+            found=describe_gpu(),
             wanted=f"one of {', '.join((*_GFX, *_SM.values()))}",
-            remedy="serve without --load-format weightprep, or name the gates that apply in WEIGHTPREP_TARGET",
+            remedy=UNKNOWN_GPU_REMEDY,
         )
     return found
 
@@ -40,7 +49,7 @@ def detect_target() -> str | None:
     if not torch.cuda.is_available():
         return "cpu"
     if torch.version.hip is not None:
-        return next((name for name in _GFX if _describe().startswith(name)), None)
+        return next((name for name in _GFX if describe_gpu().startswith(name)), None)
     return _SM.get(torch.cuda.get_device_capability()[0])
 
 
@@ -53,7 +62,8 @@ def aiter_is_on(environment: Mapping[str, str] = os.environ) -> bool:
     return torch.version.hip is None or environment.get(AITER_VARIABLE, "").lower() in ("1", "true")
 
 
-def _describe() -> str:
+def describe_gpu() -> str:
+    """The architecture of the current GPU, as its vendor names it."""
     if torch.version.hip is not None:
         return str(torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName)
     major, minor = torch.cuda.get_device_capability()

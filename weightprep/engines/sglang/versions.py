@@ -28,8 +28,10 @@ __all__ = [
     "UPDATE_FROM_TENSOR",
     "Target",
     "check_support",
+    "gates_version",
     "installed_root",
     "installed_version",
+    "is_release",
     "missing_targets",
     "resolves",
 ]
@@ -106,6 +108,25 @@ def installed_version() -> Version | None:
         return None
 
 
+def is_release(version: Version | None) -> bool:
+    """Whether `version` tells which releases are older and which newer.
+
+    A build from source without git's tags is 0.0.0.dev0, or a development version of something below every release:
+    that says nothing of its age. Such a build is judged by its hook targets alone.
+    """
+    if version is None or version.release == (0, 0, 0):
+        return False
+    return version >= OLDEST or not version.is_devrelease
+
+
+def gates_version() -> Version:
+    """Whose gates are meant: those of the installed sglang; of the newest that was read where it is no release, since
+    builds from source are nearer to that than to any other.
+    """
+    version = installed_version()
+    return version if version is not None and is_release(version) else KNOWN[-1]
+
+
 def installed_root() -> Path | None:
     """The directory of the `sglang` package, found without importing it."""
     spec = importlib.util.find_spec("sglang")
@@ -121,7 +142,7 @@ def missing_targets(root: Path) -> tuple[Target, ...]:
 def check_support() -> str | None:
     """Make sure that the installed sglang has everything that the plugin needs.
 
-    :return: a notice if the release is newer than the map, else None
+    :return: a notice if it is newer than the map, or no release; else None
     :raises EngineError: no sglang, one that is too old, or one that lacks a target
     """
     version, root = installed_version(), installed_root()
@@ -132,7 +153,7 @@ def check_support() -> str | None:
             wanted=f"sglang>={OLDEST}",
             remedy="install it: pip install 'weightprep[sglang]'",
         )
-    if version is not None and version < OLDEST:
+    if version is not None and is_release(version) and version < OLDEST:
         raise EngineError(
             "sglang",
             found=str(version),
@@ -147,8 +168,11 @@ def check_support() -> str | None:
             wanted="all hook targets of weightprep",
             remedy=f"use a release between {KNOWN[0]} and {KNOWN[-1]}, or a newer weightprep",
         )
-    if version is None or version > KNOWN[-1]:
-        return f"sglang {version or '(unknown version)'} is newer than {KNOWN[-1]}; all hook targets are there"
+    if version is None or not is_release(version):
+        named = version or "(unknown version)"
+        return f"sglang {named} names no release; all hook targets are there, the gates of {KNOWN[-1]} are assumed"
+    if version > KNOWN[-1]:
+        return f"sglang {version} is newer than {KNOWN[-1]}; all hook targets are there"
     return None
 
 
