@@ -31,7 +31,7 @@ class Place:
     cause: str
     remedy: str
 
-    def violation(self, found: str, wanted: str) -> Violation:
+    def violation(self, found: str, wanted: str, figure: float | None = None) -> Violation:
         """That of the tensor here which is `found` where its path needs `wanted`."""
         return Violation(
             layer=f"layer {self.layer} ({self.group})",
@@ -42,6 +42,7 @@ class Place:
             consequence=self.consequence,
             cause=self.cause,
             remedy=self.remedy,
+            figure=figure,
         )
 
 

@@ -24,6 +24,7 @@ class Violation:
     :param wanted: "float8_e4m3fn"
     :param path: "'fp8_absorbed' on gfx950"
     :param consequence: what happens instead: "runs torch.bmm (slow path)"
+    :param figure: what `found` measured, of which less is worse; None where it measured nothing
     """
 
     layer: str
@@ -34,6 +35,12 @@ class Violation:
     consequence: str
     cause: str
     remedy: str
+    figure: float | None = None
+
+    @property
+    def kind(self) -> tuple[str, str, str]:
+        """Equal for violations that differ in their layer and their figure alone."""
+        return self.tensor, self.wanted, self.found if self.figure is None else ""
 
     def __str__(self) -> str:
         return (

@@ -20,7 +20,7 @@ from weightprep.engines.sglang.hardware import aiter_is_on
 from weightprep.engines.sglang.layer_violations import find_violations, violation_on_rank
 from weightprep.engines.sglang.modules import LiveModule
 from weightprep.engines.sglang.prepare import Preparation
-from weightprep.engines.sglang.versions import KNOWN, installed_version
+from weightprep.engines.sglang.versions import KNOWN, gates_version, installed_version
 
 __all__ = ["CheckedLayer", "check_layers", "judge", "predicted_path", "sglang_version"]
 
@@ -82,7 +82,7 @@ def judge(checked: Sequence[CheckedLayer], *, is_lenient: bool) -> None:
 
 
 def sglang_version() -> str:
-    """Whose gates are meant."""
+    """The installed one, as the reports name it."""
     return str(installed_version() or KNOWN[-1])
 
 
@@ -96,7 +96,7 @@ def predicted_path(owner: Any, preparation: Preparation) -> Prediction:
         value = getattr(owner, name, None)
         if isinstance(value, torch.Tensor):
             compared[name] = str(value.dtype).removeprefix("torch.")
-    return predict(preparation.target, sglang_version(), compared)
+    return predict(preparation.target, str(gates_version()), compared)
 
 
 def _warn_of_zeros(modules: Iterable[LiveModule]) -> None:
@@ -120,10 +120,11 @@ def _is_zero(weight: object) -> bool:
 
 
 def _warn(violations: Iterable[Violation]) -> None:
-    """Each kind of violation once, with the layers that have it."""
-    kinds: dict[tuple[str, str], list[Violation]] = {}
+    """Each kind of violation once, by the layer that has it worst, with the number of those that have it."""
+    kinds: dict[tuple[str, str, str], list[Violation]] = {}
     for violation in violations:
-        kinds.setdefault((violation.tensor, violation.found), []).append(violation)
+        kinds.setdefault(violation.kind, []).append(violation)
     for same in kinds.values():
-        more = f" (and {len(same) - 1} more layers)" if len(same) > 1 else ""
-        logger.warning("weightprep: %s%s", same[0], more)
+        worst = min(same, key=lambda violation: 0.0 if violation.figure is None else violation.figure)
+        more = f" (and {len(same) - 1} more layers{'' if worst.figure is None else ', none worse'})"
+        logger.warning("weightprep: %s%s", worst, more if len(same) > 1 else "")

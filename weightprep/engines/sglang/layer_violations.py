@@ -45,7 +45,7 @@ def find_violations(module: LiveModule, prediction: Prediction, preparation: Pre
     if floor is not None and sqnr < floor:
         remedy = _remedy_of_values(module, preparation)
         place = _place("w_kc and w_vc", module, prediction, preparation, remedy)
-        found.append(place.violation(f"SQNR is {sqnr:.1f} dB against kv_b_proj", f"at least {floor:g} dB"))
+        found.append(place.violation(f"SQNR is {sqnr:.1f} dB against kv_b_proj", f"at least {floor:g} dB", sqnr))
     return found
 
 
