@@ -44,21 +44,35 @@ def load_beside_another_runtime(state: Any, path: Path, loaded: str, asked: str)
         runtime_hooks._runtime = None
 
 
-def load_draft_as_asked(state: Any, path: Path, draft_format: str | None) -> dict[int, Absorbed]:
-    """The NextN draft of a server with --load-format weightprep, by sglang's own rule for a draft's load format.
+def load_target_and_draft(
+    state: Any, path: Path, target_format: str, draft_format: str | None, draft_path: Path | None = None
+) -> tuple[dict[int, Absorbed], dict[int, Absorbed]]:
+    """A model and then its draft (NextN, or the one at `draft_path`), by sglang's own rule for a draft's load format.
 
-    The CPU engine has no speculation, so the draft worker around this rule and this load does not run.
+    Both get the one extra config. The CPU engine has no speculation, so the draft worker around this rule and this
+    load does not run.
     """
     from types import SimpleNamespace
+    from unittest import mock
 
+    from sglang.srt import runtime_context
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.runtime_context import get_spec
 
-    with get_spec().override(speculative_draft_load_format=draft_format):
-        own = ModelRunner._resolve_draft_load_format(SimpleNamespace(is_draft_worker=True))
-    load_format = own or "weightprep"
-    extra = GFX950 if load_format == "weightprep" else None
-    return live_sglang.absorbed(_load(state, path, load_format, extra, draft=True))
+    from weightprep.engines.sglang import plugin
+
+    asked = {"load_format": target_format, "speculative_draft_load_format": draft_format}
+    args = live_sglang.server_args(str(path), **state.server, **asked)
+    # as in a process of its own, whose first model this is
+    with (
+        mock.patch.object(plugin, "_was_asked", False),
+        mock.patch.object(runtime_context, "get_server_args", return_value=args),
+    ):
+        target = live_sglang.absorbed(_load(state, path, target_format, GFX950, draft=False))
+        with get_spec().override(speculative_draft_load_format=draft_format):
+            own = ModelRunner._resolve_draft_load_format(SimpleNamespace(is_draft_worker=True))
+        draft = _load(state, draft_path or path, own or target_format, GFX950, draft=True)
+        return target, live_sglang.absorbed(draft)
 
 
 def load_with_upstreams_cast(state: Any, path: Path, draft: bool = False) -> dict[int, Absorbed]:

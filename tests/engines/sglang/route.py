@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from releases import prepare_import
 
-from weightprep.engines.sglang import prepare, versions
+from weightprep.engines.sglang import post_load, versions
 
 
 def main() -> None:
@@ -36,15 +36,24 @@ def main() -> None:
         [*flags, "--load-format", "weightprep", "--model-loader-extra-config", '{"target": "gfx950"}']
     )
     draft = prepare_server_args([*flags, "--speculative-draft-load-format", "weightprep"])
+    # before a model is loaded in our format: what is asked for is remembered
+    without = _loader("auto", '{"target": "gfx950"}')
+    _publish(draft)
+    target = _loader("auto", '{"target": "gfx950", "num_threads": 2}')
+    # a release may have written the draft's format over the target's by the time that the draft is loaded
+    _publish(prepare_server_args([*flags, "--speculative-draft-load-format", "auto"]))
     print(
         json.dumps(
             {
+                "keys without the flag": without,
+                "target beside our draft": target,
                 "version": metadata.version("sglang"),
                 "from": _place(),
                 "asked": args.load_format,
                 "draft": draft.speculative_draft_load_format,
                 "chosen": _loader(args.load_format, args.model_loader_extra_config),
                 "plain": _loader("auto", "{}"),
+                "draft beside our target": _loader("auto", args.model_loader_extra_config),
                 "unknown key": _loader(args.load_format, '{"target": "gfx950", "nonsense": 1}'),
                 "modelopt": _loader(args.load_format, args.model_loader_extra_config, "modelopt_fp8"),
                 "updates": {str(name): _update(name) for name in (None, "direct", "route._custom_weight_loader")},
@@ -56,6 +65,18 @@ def main() -> None:
             }
         )
     )
+
+
+def _publish(args: Any) -> None:
+    """Make `args` those of this process, as a scheduler does."""
+    try:
+        from sglang.srt.runtime_context import publish
+    except ImportError:
+        from sglang.srt.server_args import set_global_server_args_for_scheduler
+
+        set_global_server_args_for_scheduler(args)
+    else:
+        publish(args, role="scheduler")
 
 
 def _loader(load_format: str, extra: str, quantization: str | None = None) -> str:
@@ -82,7 +103,7 @@ class _Model(torch.nn.Linear):
     def __init__(self) -> None:
         super().__init__(1, 1, bias=False)
         self.calls: list[str] = []
-        vars(self)[prepare._STATE] = None
+        vars(self)[post_load._STATE] = None
 
     def load_weights(self, weights: Any) -> None:
         self.calls.append("load_weights")

@@ -8,8 +8,8 @@ import on_ranks
 import pytest
 import torch
 from live_sglang import Absorbed
-from ranks import Ranks
-from tiny_models import HEADS, LAYERS, NOPE, RANK, V, scale_kv_b
+from ranks import RankFailed, Ranks
+from tiny_models import HEADS, LAYERS, NOPE, RANK, V, scale_kv_b, write_eagle3
 
 FP8 = torch.float8_e4m3fn
 
@@ -54,17 +54,39 @@ def test_nextn_is_fp8_where_upstream_leaves_it_in_bf16(
 
 
 @pytest.mark.parametrize(
-    ("draft_format", "dtype"),
-    [(None, FP8), ("weightprep", FP8), ("auto", torch.bfloat16)],
-    ids=["unset", "ours", "auto"],
+    ("target_format", "draft_format", "dtypes"),
+    [
+        ("weightprep", None, (FP8, FP8)),
+        ("weightprep", "weightprep", (FP8, FP8)),
+        ("weightprep", "auto", (FP8, torch.bfloat16)),
+        ("auto", "weightprep", (torch.bfloat16, FP8)),
+    ],
+    ids=["unset", "both", "target", "draft"],
 )
 def test_draft_is_loaded_in_the_targets_format_unless_it_has_its_own(
-    draft_format: str | None, dtype: torch.dtype, tp1: Ranks, glm: Path, online_nextn: dict[int, Absorbed]
+    target_format: str,
+    draft_format: str | None,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    tp1: Ranks,
+    glm: Path,
+    online: dict[int, Absorbed],
+    online_nextn: dict[int, Absorbed],
 ) -> None:
-    draft = tp1.run(on_ranks.load_draft_as_asked, glm, draft_format)[0]
-    assert draft[LAYERS].w_kc.dtype is dtype
-    if dtype is FP8:
-        assert_same_bits(draft, online_nextn)
+    target, draft = tp1.run(on_ranks.load_target_and_draft, glm, target_format, draft_format)[0]
+    assert (target[0].w_kc.dtype, draft[LAYERS].w_kc.dtype) == dtypes
+    for loaded, ours in ((target, online), (draft, online_nextn)):
+        if next(iter(loaded.values())).w_kc.dtype is FP8:
+            assert_same_bits(loaded, ours)
+
+
+def test_a_draft_that_nothing_is_known_of_names_the_way_out(tp1: Ranks, glm: Path, tmp_path: Path) -> None:
+    """In its own load; one that is here already is refused before the target is loaded, see test_guard."""
+    write_eagle3(tmp_path)
+    with pytest.raises(RankFailed) as failed:
+        tp1.run(on_ranks.load_target_and_draft, glm, "weightprep", None, tmp_path)
+    message = str(failed.value)
+    assert "RecipeError: draft: architecture LlamaForCausalLMEagle3: found no recipe for it" in message
+    assert "leave this one to sglang with --speculative-draft-load-format auto; or " in message
 
 
 def test_ranks_hold_slices_of_the_whole_tensors_bytes(

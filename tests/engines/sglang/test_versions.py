@@ -52,6 +52,9 @@ def test_route_reaches_our_loader(version: str, routes: dict[str, dict[str, Any]
     assert (route["asked"], route["draft"]) == ("weightprep", "weightprep")
     assert route["chosen"] == "WeightprepLoader"
     assert route["plain"] == "DefaultModelLoader"
+    assert route["draft beside our target"] == "DefaultModelLoader"
+    assert route["target beside our draft"] == "DefaultModelLoader"
+    assert route["keys without the flag"].startswith("ValueError: Unexpected extra config keys for load format")
     assert route["unknown key"].startswith("EngineError: --model-loader-extra-config: nonsense: found no key of ")
     assert "weightprep's keys are canary, " in route["unknown key"]
 

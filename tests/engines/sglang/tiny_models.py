@@ -136,6 +136,15 @@ def write_glm5_next(out: Path, seed: int = 0) -> Path:
     return out
 
 
+def write_eagle3(out: Path) -> Path:
+    """The config of an EAGLE3 draft: a plain Llama layer, with nothing of MLA."""
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
+    config |= {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config |= {"vocab_size": 512, "draft_vocab_size": 512, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+    (out / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16", "hidden_act": "silu"}))
+    return out
+
+
 def scale_kv_b(source: Path, out: Path, factor: float, only: tuple[int, ...] = ()) -> Path:
     """A copy of a checkpoint whose kv_b_proj (of layers `only`, or of all) is `factor` times as large."""
     out.mkdir(parents=True)

@@ -10,11 +10,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from weightprep.engines.sglang.options import split_options
+from weightprep.checkpoint.config import read_config
+from weightprep.engines.sglang.options import Options, explaining_draft, split_options
 from weightprep.engines.sglang.versions import GET_MODEL_LOADER, check_support
 from weightprep.errors import EngineError, WeightprepError
+from weightprep.recipe import find_recipe
 
 __all__ = ["ensure_hook", "guard_loader_choice", "guard_server"]
 
@@ -26,8 +29,9 @@ def guard_server(server: Any) -> None:
 
     :param server: sglang's ServerArgs before it has chosen a load format
     :raises EngineError: a remote model, Ray actors, or a key of ours that is misspelt or has no such value
+    :raises RecipeError: a draft in our format for which there is no recipe
     """
-    split_options(_extra_config(server))
+    options, _ = split_options(_extra_config(server))
     for flag, path in (
         ("--model-path", getattr(server, "model_path", None)),
         ("--speculative-draft-model-path", getattr(server, "speculative_draft_model_path", None)),
@@ -48,6 +52,23 @@ def guard_server(server: Any) -> None:
             remedy="leave --use-ray out, or serve a checkpoint from `weightprep convert --layout inline` without the "
             "flag",
         )
+    _refuse_unknown_draft(server, options)
+
+
+def _refuse_unknown_draft(server: Any, options: Options) -> None:
+    """What the draft's own load would say, but that comes after the target's, which may take an hour.
+
+    A hub id is left to that: its files may not be here yet.
+    """
+    draft_format = getattr(server, "speculative_draft_load_format", None) or server.load_format
+    path = getattr(server, "speculative_draft_model_path", None)
+    if str(draft_format).lower() != "weightprep" or options.recipe or not path:
+        return
+    if (Path(path) / "config.json").is_file():
+        config = read_config(Path(path))
+        model_type = config.raw.get("model_type")
+        with explaining_draft(True):
+            find_recipe((*config.architectures, "(none)")[0], model_type if isinstance(model_type, str) else None)
 
 
 def _extra_config(server: Any) -> dict[str, Any]:

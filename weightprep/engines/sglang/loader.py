@@ -17,11 +17,16 @@ from sglang.srt.model_loader.loader import BaseModelLoader, DefaultModelLoader, 
 
 from weightprep.checkpoint.config import ModelConfig, find_quantization
 from weightprep.engines.sglang.compressor_check import start_compressors
-from weightprep.engines.sglang.contract_check import sglang_version
 from weightprep.engines.sglang.guard import ensure_hook
 from weightprep.engines.sglang.hardware import aiter_is_on, resolve_target
 from weightprep.engines.sglang.lora import server_arguments, warn_if_lora_is_ignored
-from weightprep.engines.sglang.options import Options, explaining_flags, explaining_inner_keys, split_options
+from weightprep.engines.sglang.options import (
+    Options,
+    explaining_draft,
+    explaining_flags,
+    explaining_inner_keys,
+    split_options,
+)
 from weightprep.engines.sglang.post_load import around_post_load_weights, preparation_of, preparing
 from weightprep.engines.sglang.prepare import Preparation
 from weightprep.engines.sglang.report import check_destination
@@ -29,7 +34,7 @@ from weightprep.engines.sglang.runtime_check import RuntimeReport, refuse_runtim
 from weightprep.engines.sglang.scale_check import check_scales
 from weightprep.engines.sglang.startup_check import check_startup
 from weightprep.engines.sglang.updates import follow_updates
-from weightprep.engines.sglang.versions import POST_LOAD_WEIGHTS
+from weightprep.engines.sglang.versions import POST_LOAD_WEIGHTS, gates_version
 from weightprep.errors import EngineError
 from weightprep.recipe import find_recipe, load_recipe, refuse_unsound, resolve
 
@@ -67,7 +72,7 @@ class WeightprepLoader(DefaultModelLoader):  # type: ignore[misc]  # sglang has 
             error; and before anything is read, WEIGHTPREP_REPORT cannot be written, or the process has another runtime
         """
         check_destination()
-        with explaining_flags():
+        with explaining_draft(bool(getattr(model_config, "is_draft_model", False))), explaining_flags():
             preparation = _plan(self.options, model_config)
         if preparation.plan.modules:
             refuse_runtime(self.options.runtime)
@@ -144,7 +149,7 @@ def _plan(options: Options, model_config: Any) -> Preparation:
     stated = quantization if isinstance(quantization, Mapping) else None
     block = ModelConfig(config, (architecture,), stated, None).weight_block_size
     target = resolve_target(options.target)
-    refuse_unsound(plan, target, sglang_version(), aiter=aiter_is_on())
+    refuse_unsound(plan, target, str(gates_version()), aiter=aiter_is_on())
     return Preparation(plan, options, target, block)
 
 

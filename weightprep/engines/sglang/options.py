@@ -18,7 +18,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from weightprep.contracts import name_targets
 from weightprep.errors import EngineError, WeightprepError, likely_name
 
-__all__ = ["TARGET_VARIABLE", "Options", "explaining_flags", "explaining_inner_keys", "split_options"]
+__all__ = [
+    "TARGET_VARIABLE",
+    "Options",
+    "explaining_draft",
+    "explaining_flags",
+    "explaining_inner_keys",
+    "split_options",
+]
 
 TARGET_VARIABLE = "WEIGHTPREP_TARGET"
 # Keys of sglang's own loaders, so that none of them is taken for a misspelt key of ours.
@@ -131,6 +138,24 @@ def explaining_flags() -> Iterator[None]:
     except WeightprepError as error:
         remedy = _FLAG.sub(_as_key, error.remedy)
         raise type(error)(error.subject, found=error.found, wanted=error.wanted, remedy=remedy) from None
+
+
+@contextmanager
+def explaining_draft(is_draft: bool) -> Iterator[None]:
+    """While a model is planned that may be the draft of another, and is then in our format for that one's sake.
+
+    :raises WeightprepError: the same, with the way out of it in its remedy
+    """
+    try:
+        yield
+    except WeightprepError as error:
+        if not is_draft:
+            raise
+        remedy = (
+            "a draft without a format of its own is loaded in that of its target: leave this one to sglang with "
+            f"--speculative-draft-load-format auto; or {error.remedy}"
+        )
+        raise type(error)(f"draft: {error.subject}", found=error.found, wanted=error.wanted, remedy=remedy) from None
 
 
 def _as_key(flag: re.Match[str]) -> str:
