@@ -335,15 +335,17 @@ def report_and_log(
         return report(state, path, folder, extra, draft), messages
 
 
-def report_of_zero_dummies(state: Any, path: Path, folder: Path, precision: str) -> tuple[dict[str, Any], list[str]]:
-    """:func:`report_and_log` of a dummy load whose weights are zeros, as uninitialised memory often is."""
+def report_of_dummies(
+    state: Any, path: Path, folder: Path, precision: str, value: float
+) -> tuple[dict[str, Any], list[str]]:
+    """:func:`report_and_log` of a dummy load whose weights are all `value`, as uninitialised memory may be."""
     import sglang.srt.model_loader.loader as upstream
 
-    def zeros(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    def fill(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         for parameter in model.parameters():
-            parameter.data.zero_()
+            parameter.data.fill_(value if parameter.is_floating_point() else 0)
 
-    kept, upstream.initialize_dummy_weights = upstream.initialize_dummy_weights, zeros
+    kept, upstream.initialize_dummy_weights = upstream.initialize_dummy_weights, fill
     try:
         return report_and_log(state, path, folder, {"inner": "dummy", "precision": precision})
     finally:

@@ -18,7 +18,7 @@ from releases import wheel
 from safetensors.torch import load_file, save_file
 from sidecar_files import edit_sidecar
 from test_prepare import assert_same_bits
-from tiny_models import LAYERS
+from tiny_models import LAYERS, scale_kv_b
 from typer.testing import CliRunner
 
 from weightprep.cli import app
@@ -39,12 +39,12 @@ def wrong_layout(tmp_path: Path) -> Path:
     return recipe
 
 
-def scale_of_layer_1(model: Path, factor: float) -> None:
-    """Multiply the scales that the sidecar of `model` has for layer 1, as a conversion with a fault would."""
+def scale_of_layer(layer: int, model: Path, factor: float) -> None:
+    """Multiply the scales that the sidecar of `model` has for a layer, as a conversion with a fault would."""
 
     def scale(tensors: dict[str, torch.Tensor]) -> None:
         for name in tensors:
-            if "layers.1." in name and name.endswith("scale"):
+            if f"layers.{layer}." in name and name.endswith("scale"):
                 tensors[name] = tensors[name] * factor
 
     edit_sidecar(model, scale, is_recorded=True)
@@ -148,6 +148,20 @@ def test_warn_keeps_serving_and_says_each_cause_once(tp1: Ranks, glm: Path, wron
     assert not any("canary passed" in message for message in log)
 
 
+def test_warn_says_the_worst_of_a_kind_that_differs_in_its_figure(
+    tp1: Ranks, glm: Path, tmp_path: Path, sidecar_of: Callable[[Path, Path], Path]
+) -> None:
+    model = sidecar_of(glm, tmp_path / "model")
+    for layer, factor in enumerate((1.5, 3.0, 2.0)):
+        scale_of_layer(layer, model, factor)
+    report, log = tp1.run(on_ranks.report_and_log, model, tmp_path, {"on_violation": "warn"})[0]
+    assert len({violation["found"] for violation in report["violations"]}) == LAYERS
+    (warning,) = [message for message in log if "SQNR is" in message]
+    # noise of twice the signal, in layer 1: -6 dB
+    assert warning.startswith("weightprep: layer 1 (decoder) self_attn.w_kc and w_vc: SQNR is -6.0 dB")
+    assert warning.endswith(f"(and {LAYERS - 1} more layers, none worse)")
+
+
 def test_a_violation_that_is_served_is_in_the_json(
     tp1: Ranks, glm: Path, sidecar: Path, wrong_layout: Path, tmp_path: Path
 ) -> None:
@@ -186,7 +200,7 @@ def test_a_canary_that_is_off_is_told(tp1: Ranks, glm: Path, tmp_path: Path) -> 
 def test_a_scale_of_nan_is_not_exact(tp1: Ranks, sidecar: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(sidecar, model)
-    scale_of_layer_1(model, float("nan"))
+    scale_of_layer(1, model, float("nan"))
     report, log = tp1.run(on_ranks.report_and_log, model, tmp_path, {"on_violation": "warn"})[0]
     assert [layer["noise"] for layer in report["layers"]] == ["finite", "not finite", "finite"]
     assert [layer["sqnr_db"] is None for layer in report["layers"]] == [False, True, False]
@@ -203,7 +217,7 @@ def test_the_remedy_of_wrong_values_finds_them(
     beside, within, online = (tmp_path / name for name in ("beside", "within", "online"))
     for source, model in ((sidecar, beside), (inline, within), (glm, online)):
         shutil.copytree(source, model)
-    scale_of_layer_1(beside, float("nan"))
+    scale_of_layer(1, beside, float("nan"))
     for model, suffix in ((within, "kv_b_proj.weight_scale_inv"), (online, "kv_b_proj.weight")):
         break_layer_1(model, suffix)
     wanted = {
@@ -225,7 +239,7 @@ def test_layers_without_a_violation_have_their_canary(
     tp1: Ranks, glm: Path, tmp_path: Path, sidecar_of: Callable[[Path, Path], Path]
 ) -> None:
     model = sidecar_of(glm, tmp_path / "model")
-    scale_of_layer_1(model, 1.5)
+    scale_of_layer(1, model, 1.5)
     _, log = tp1.run(on_ranks.report_and_log, model, tmp_path, {"on_violation": "warn"})[0]
     assert "weightprep: no canary for 1 layer(s) that violate their contract" in log
     assert "weightprep: canary passed for 1 distinct kernel path(s)" in log
@@ -302,10 +316,35 @@ def test_zero_weights_have_scale_one(tp1: Ranks, glm: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["fp8", "mxfp4", "bf16"])
 def test_zero_dummies_are_served_with_one_warning(precision: str, tp1: Ranks, glm: Path, tmp_path: Path) -> None:
-    report, log = tp1.run(on_ranks.report_of_zero_dummies, glm, tmp_path, precision)[0]
+    report, log = tp1.run(on_ranks.report_of_dummies, glm, tmp_path, precision, 0.0)[0]
     assert len(report["layers"]) == LAYERS
     (warning,) = [message for message in log if "all zeros" in message]
     assert warning == f"weightprep: kv_b_proj of layer 0 and {LAYERS - 1} more is all zeros"
+
+
+@pytest.mark.parametrize(
+    ("precision", "value"), [("fp8", float("nan")), ("fp8", float("inf")), ("mxfp4", float("nan"))], ids=str
+)
+def test_dummies_that_are_no_numbers_are_served_as_zeros(
+    precision: str, value: float, tp1: Ranks, glm: Path, tmp_path: Path
+) -> None:
+    report, log = tp1.run(on_ranks.report_of_dummies, glm, tmp_path, precision, value)[0]
+    assert report["violations"] == []
+    assert len(report["layers"]) == LAYERS
+    (warning,) = [message for message in log if "no numbers" in message]
+    assert warning == (
+        f"weightprep: model.layers.0.self_attn.kv_b_proj and {LAYERS - 1} more: made-up weights that are no numbers, "
+        "converted as 0 and their scales as 1"
+    )
+
+
+def test_an_update_of_a_dummy_load_is_not_made_up(tp1: Ranks, glm: Path, tmp_path: Path) -> None:
+    """As a trainer does, which starts a server so and sends it the weights."""
+    tp1.run(on_ranks.load, glm, extra=on_ranks.GFX950 | {"inner": "dummy"})
+    broken = scale_kv_b(glm, tmp_path / "broken", float("nan"))
+    done, message, _ = tp1.run(on_ranks.try_update, (str(glm), "weightprep", False), broken, "tensor")[0]
+    assert not done
+    assert "a NaN or an infinity in the weight" in message
 
 
 @pytest.mark.parametrize("precision", ["fp8", "mxfp4", "bf16", "bf16+fp8"])
@@ -329,7 +368,7 @@ def test_a_scale_that_is_not_the_weights_is_a_violation(
 ) -> None:
     """dtype, shape, strides and range of everything are right."""
     model = sidecar_of(glm, tmp_path / "model")
-    scale_of_layer_1(model, 1.5)
+    scale_of_layer(1, model, 1.5)
     with pytest.raises(RankFailed) as failure:
         tp2.run(on_ranks.load, model)
     # noise is half of the signal: 20 log10(2) = 6.02 dB

@@ -78,7 +78,9 @@ class WeightprepLoader(DefaultModelLoader):  # type: ignore[misc]  # sglang has 
             refuse_runtime(self.options.runtime)
         with ExitStack() as stack:
             stack.enter_context(preparing(preparation))
-            if self.options.inner != "dummy":
+            if self.options.inner == "dummy":
+                stack.enter_context(preparation.making_up())
+            else:
                 stack.enter_context(self._reading(preparation, model_config.model_path, model_config.revision))
             model: torch.nn.Module
             if self.options.inner in _OWN:

@@ -23,6 +23,7 @@ from huggingface_hub import constants
 
 from weightprep.checkpoint.hub_source import locate_cached
 from weightprep.engines.sglang.agreement import agree_on_maxima
+from weightprep.engines.sglang.dummy_weights import MadeUpWeights
 from weightprep.engines.sglang.modules import LiveModule, live_modules
 from weightprep.engines.sglang.options import Options
 from weightprep.engines.sglang.quality_check import measure_noise, sqnr_db
@@ -53,6 +54,7 @@ class Preparation:
     :param block: the checkpoint's weight_block_size
     :param folder: the directory of the last load's files; None where they are not here
     :param sidecar: the sidecar of the load in progress; updates from memory have none
+    :param made_up: while weights are made up instead of read, what they may hold
     :param origins: checkpoint module -> where its present weights came from
     :param noise: checkpoint module -> what its present weights differ from its source by, see quality_check
     """
@@ -63,6 +65,7 @@ class Preparation:
     block: tuple[int, int] | None
     folder: Path | None = None
     sidecar: Sidecar | None = None
+    made_up: MadeUpWeights | None = None
     origins: dict[str, Origin] = field(default_factory=dict)
     noise: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -92,6 +95,16 @@ class Preparation:
             yield
         finally:
             self.sidecar = None
+
+    @contextmanager
+    def making_up(self) -> Iterator[None]:
+        """While weights are made up, as in a dummy load: no value of theirs stops the start."""
+        self.made_up = MadeUpWeights()
+        try:
+            yield
+        finally:
+            self.made_up.warn()
+            self.made_up = None
 
     def sqnr_db(self, module: str) -> float:
         """Of the present weights of checkpoint module `module`, see quality_check; infinite where none were made."""
@@ -128,7 +141,7 @@ class Preparation:
         rows_per_head = self.plan.dims["nope"] + self.plan.dims["v"]
         for (module, before), (prepared, origin) in zip(touched, self._made(modules), strict=True):
             name = module.plan.source
-            self.noise[name] = measure_noise(module.source(self.block), prepared, rows_per_head, name)
+            self.noise[name] = measure_noise(self._loaded(module), prepared, rows_per_head, name)
             _bind(module.owner, _into_storage(prepared, before, module))
             self.origins[name] = origin
 
@@ -173,8 +186,12 @@ class Preparation:
             device = module.linear.weight.device
             bundle = self.sidecar.rows(module.plan.source, module.rank, module.shards, device)
             return bundle, Origin("sidecar", bundle.encoded.encoding.value)
-        bundle = module.source(self.block)
+        bundle = self._loaded(module)
         return bundle, Origin("online", bundle.encoded.encoding.value)
+
+    def _loaded(self, module: LiveModule) -> Bundle:
+        bundle = module.source(self.block)
+        return bundle if self.made_up is None else self.made_up.usable(bundle, module.plan.source)
 
     def _refuse_wrong_sidecar(self, modules: list[LiveModule]) -> None:
         """Hash sources and sidecar once among the ranks that share them; all of them learn of a difference."""
