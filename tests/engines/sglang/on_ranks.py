@@ -352,6 +352,32 @@ def report_of_dummies(
         upstream.initialize_dummy_weights = kept
 
 
+def log_of_first_calls(state: Any, path: Path) -> list[str]:
+    """What weightprep logs when a target and its NextN draft are loaded and their attentions are then called twice.
+
+    Through the hooks that sglang's own calls come through on ROCm. Between the loads, too, as the target's warm-up.
+    """
+    from weightprep.engines.sglang import runtime_hooks
+    from weightprep.runtime import witness
+
+    def call(model: Any) -> None:
+        for attention in live_sglang.attentions(model).values():
+            heads, nope, rank = attention.w_kc.shape
+            for rows in (2, 65):
+                q, out = torch.zeros((rows, heads, nope)).bfloat16(), torch.zeros((rows, heads, rank)).bfloat16()
+                runtime_hooks.rocm_absorb_q(lambda attn, q: q, attention, q)
+                runtime_hooks.rocm_absorb_v(lambda attn, out: out, attention, out)
+
+    witness._announced.clear()
+    with logged() as log:
+        target = _load(state, path, "weightprep", GFX950, draft=False)
+        call(target)
+        draft = _load(state, path, "weightprep", GFX950, draft=True)
+        for model in (target, draft):
+            call(model)
+    return log
+
+
 def update_of_mxfp4(
     state: Any, path: Path, other: Path
 ) -> tuple[dict[int, list[int]], dict[int, list[int]], dict[int, list[torch.Tensor]]]:

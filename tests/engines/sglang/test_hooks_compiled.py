@@ -53,6 +53,7 @@ def attention(dtype: torch.dtype, *, lora: bool = False, o_proj: torch.dtype = B
         w_scale=ONE if dtype == FP8 else 1.0,
         o_proj=SimpleNamespace(weight=torch.zeros(1, dtype=o_proj)),
         kv_b_proj=SimpleNamespace(set_lora=lora),
+        _weightprep_layer="nextn",
     )
 
 

@@ -18,13 +18,15 @@ def exporter() -> CallExporter:
 def test_calls_and_declined_calls_are_carried_over_once(exporter: CallExporter) -> None:
     try:
         for _ in range(2):
-            witness.count("absorb/torch/fp8/bf16")
+            with witness.calling("rocm_absorb_q_bmm", "nextn"):
+                witness.count("absorb/torch/fp8/bf16")
             witness.decline("bmm_fp8", "too many rows")
             exporter.sync()
         exporter.sync()
         witness.reset()
         exporter.sync()
-        calls = REGISTRY.get_sample_value("weightprep_path_calls_total", {"path": "absorb/torch/fp8/bf16"})
+        taken = {"path": "absorb/torch/fp8/bf16", "layer": "nextn"}
+        calls = REGISTRY.get_sample_value("weightprep_path_calls_total", taken)
         declined = {"path": "bmm_fp8", "reason": "too many rows"}
         assert (calls, REGISTRY.get_sample_value("weightprep_path_declined_total", declined)) == (2, 2)
     finally:

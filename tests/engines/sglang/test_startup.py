@@ -162,6 +162,20 @@ def test_warn_says_the_worst_of_a_kind_that_differs_in_its_figure(
     assert warning.endswith(f"(and {LAYERS - 1} more layers, none worse)")
 
 
+def test_a_path_is_logged_when_it_is_first_taken(tp1: Ranks, glm: Path) -> None:
+    """By operation and kind of layer, each once; the canary's calls are none of the model's."""
+    log = tp1.run(on_ranks.log_of_first_calls, glm)[0]
+    said = [message for message in log if "taken" in message or "left to" in message]
+    assert said == [
+        "weightprep: taken: rocm_absorb_q_bmm absorb/torch/fp8/bf16 (decoder)",
+        "weightprep: taken: rocm_absorb_v_bmm absorb/torch/fp8/bf16 (decoder)",
+        "weightprep: left to sglang: rocm_absorb_q_bmm: with this many rows upstream's fp8 kernel is the faster one",
+        "weightprep: taken: rocm_absorb_q_bmm absorb/torch/fp8/bf16 (nextn)",
+        "weightprep: taken: rocm_absorb_v_bmm absorb/torch/fp8/bf16 (nextn)",
+    ]
+    assert sum("canary passed" in message for message in log) == 2
+
+
 def test_a_violation_that_is_served_is_in_the_json(
     tp1: Ranks, glm: Path, sidecar: Path, wrong_layout: Path, tmp_path: Path
 ) -> None:

@@ -33,6 +33,7 @@ from weightprep.engines.sglang.report import check_destination
 from weightprep.engines.sglang.runtime_check import RuntimeReport, refuse_runtime, start_runtime
 from weightprep.engines.sglang.scale_check import check_scales
 from weightprep.engines.sglang.startup_check import check_startup
+from weightprep.engines.sglang.taken_paths import be_silent, mark_layers, say_paths
 from weightprep.engines.sglang.updates import follow_updates
 from weightprep.engines.sglang.versions import POST_LOAD_WEIGHTS, gates_version
 from weightprep.errors import EngineError
@@ -72,6 +73,7 @@ class WeightprepLoader(DefaultModelLoader):  # type: ignore[misc]  # sglang has 
             error; and before anything is read, WEIGHTPREP_REPORT cannot be written, or the process has another runtime
         """
         check_destination()
+        be_silent()
         with explaining_draft(bool(getattr(model_config, "is_draft_model", False))), explaining_flags():
             preparation = _plan(self.options, model_config)
         if preparation.plan.modules:
@@ -98,6 +100,7 @@ class WeightprepLoader(DefaultModelLoader):  # type: ignore[misc]  # sglang has 
             options = self.options
             target, policy = preparation.target, options.on_violation
             start_compressors(model, preparation.plan, runtime=options.runtime, on_violation=policy, target=target)
+        say_paths()
         return model
 
     def load_weights_and_postprocess(self, model: Any, weights: Iterable[Any], target_device: torch.device) -> None:
@@ -166,3 +169,4 @@ def _check(model: Any, *, weights_are_random: bool, runtime: RuntimeReport) -> N
         )
     for holder, preparation in found:
         check_startup(holder, preparation, weights_are_random=weights_are_random, runtime=runtime)
+        mark_layers(holder, preparation.plan)

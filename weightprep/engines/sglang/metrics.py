@@ -44,23 +44,25 @@ class CallExporter:
     def __init__(self) -> None:
         from prometheus_client import Counter as PrometheusCounter
 
-        self._taken = PrometheusCounter("weightprep_path_calls", "Absorbed matmuls by kernel path", ["path"])
+        self._taken = PrometheusCounter(
+            "weightprep_path_calls", "Absorbed matmuls by kernel path and kind of layer", ["path", "layer"]
+        )
         self._declined = PrometheusCounter(
             "weightprep_path_declined", "Calls that a hooked function left to sglang's own", ["path", "reason"]
         )
-        self._exported: Counter[tuple[str, ...]] = Counter()
+        self._exported: Counter[tuple[Any, tuple[str, str]]] = Counter()
 
     def sync(self) -> None:
         """Add what was counted since the last call."""
-        for path, count in witness.counts().items():
-            self._add(self._taken, (path,), count)
+        for labels, count in witness.counts_by_layer().items():
+            self._add(self._taken, labels, count)
         for labels, count in witness.declined().items():
             self._add(self._declined, labels, count)
 
-    def _add(self, counter: Any, labels: tuple[str, ...], count: int) -> None:
+    def _add(self, counter: Any, labels: tuple[str, str], count: int) -> None:
         # the witness may have been reset in between
-        counter.labels(*labels).inc(max(0, count - self._exported[labels]))
-        self._exported[labels] = count
+        counter.labels(*labels).inc(max(0, count - self._exported[counter, labels]))
+        self._exported[counter, labels] = count
 
     def run(self) -> None:
         """Sync for as long as the process lives."""

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from weightprep.engines.sglang.guard import ensure_hook
+from weightprep.engines.sglang.taken_paths import layer_of
 from weightprep.engines.sglang.versions import installed_root, resolves
 from weightprep.errors import EngineError
 from weightprep.runtime import witness
@@ -132,7 +133,8 @@ def rocm_absorb_q(orig: Callable[..., torch.Tensor], attn: Any, q_nope: torch.Te
         witness.decline(Q_PATH, reason)
         return orig(attn, q_nope, **rest)
     scale, mx_scale = _scales(attn.w_kc, attn.w_scale, getattr(attn, "w_scale_k", None))
-    return absorb_q(q_nope, attn.w_kc, scale, mx_scale=mx_scale, backend=_backend)
+    with witness.calling(Q_PATH, layer_of(attn)):
+        return absorb_q(q_nope, attn.w_kc, scale, mx_scale=mx_scale, backend=_backend)
 
 
 def rocm_absorb_v(
@@ -155,9 +157,10 @@ def rocm_absorb_v(
         upstream: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = orig(attn, attn_output)
         return upstream
     scale, mx_scale = _scales(attn.w_vc, attn.w_scale, getattr(attn, "w_scale_v", None))
-    result = absorb_v(
-        attn_output, attn.w_vc, scale, mx_scale=mx_scale, out_quant=out_quant, scale_layout=layout, backend=_backend
-    )
+    with witness.calling(V_PATH, layer_of(attn)):
+        result = absorb_v(
+            attn_output, attn.w_vc, scale, mx_scale=mx_scale, out_quant=out_quant, scale_layout=layout, backend=_backend
+        )
     return (result.values, result.scales) if isinstance(result, Quantized) else result.flatten(1, 2)
 
 
@@ -193,7 +196,8 @@ def aiter_fp8_kernel(
     if YQ is None:
         out = x.new_empty((x.shape[0], x.shape[1], weight.shape[2]), dtype=torch.bfloat16)
         YQ = out if transpose_bm else out.transpose(0, 1)
-    absorb_into(YQ if transpose_bm else YQ.transpose(0, 1), x, weight, w_scale, backend=_backend)
+    with witness.calling(_FP8_KERNEL):
+        absorb_into(YQ if transpose_bm else YQ.transpose(0, 1), x, weight, w_scale, backend=_backend)
     return YQ
 
 
@@ -223,7 +227,8 @@ def aiter_mxfp4_kernel(
         y = x.new_empty((x.shape[1], x.shape[0], weight.shape[2]), dtype=torch.bfloat16).transpose(0, 1)
     elif y.is_contiguous():
         y.as_strided_(y.shape, (y.shape[2], y.shape[0] * y.shape[2], 1))
-    absorb_into(y.transpose(0, 1), x.transpose(0, 1), weight, mx_scale=mx_scale, backend=_backend)
+    with witness.calling(_MXFP4_KERNEL):
+        absorb_into(y.transpose(0, 1), x.transpose(0, 1), weight, mx_scale=mx_scale, backend=_backend)
     return y
 
 
@@ -250,7 +255,8 @@ def cuda_bmm_fp8(
         witness.decline(CUDA_PATH, reason)
         return orig(A, B, A_scale, B_scale, dtype, out)
     buffer = A.new_empty((A.shape[1], A.shape[0], B.shape[2]), dtype=torch.bfloat16)
-    absorb_into(buffer, A.transpose(0, 1), B, B_scale, x_scale=A_scale, backend=_backend)
+    with witness.calling(CUDA_PATH):
+        absorb_into(buffer, A.transpose(0, 1), B, B_scale, x_scale=A_scale, backend=_backend)
     return buffer.transpose(0, 1)
 
 
