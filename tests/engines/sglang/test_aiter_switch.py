@@ -33,7 +33,7 @@ def test_it_is_off_on_rocm_where_nothing_is_said_and_means_nothing_elsewhere(mon
 def report_without_aiter(state: Any, path: Path, folder: Path) -> tuple[dict[str, Any], list[str]]:
     ours = "weightprep.engines.sglang"
     # the real switch also needs a torch for ROCm, whose sglang does not load on a CPU
-    with patch(f"{ours}.report.aiter_is_on", lambda: False), patch(f"{ours}.startup_check.aiter_is_on", lambda: False):
+    with patch(f"{ours}.report.aiter_is_on", lambda: False), patch(f"{ours}.contract_check.aiter_is_on", lambda: False):
         return on_ranks.report_and_log(state, path, folder)
 
 

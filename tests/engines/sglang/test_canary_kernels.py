@@ -154,5 +154,5 @@ def test_cuda_servers_are_checked_through_sglangs_own_name(runtime: str, monkeyp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "hip", None)
     module = SimpleNamespace(bmm_fp8=bmm_fp8)
-    monkeypatch.setitem(sys.modules, kernels._SHARED, module)
+    monkeypatch.setitem(sys.modules, kernels.FORWARD_MLA, module)
     assert server_kernels(runtime) == CudaKernels(module)

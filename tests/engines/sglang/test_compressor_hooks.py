@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from weightprep.contracts.compressor_gates import predict_compressor
-from weightprep.engines.sglang.compressor_hooks import COMPRESS_FORWARD, GATE, GATE_GEMM, compressor_targets
+from weightprep.engines.sglang.compressor_targets import compressor_targets
+from weightprep.engines.sglang.versions import COMPRESS_FORWARD, GATE, GATE_GEMM
 
 HERE = Path(__file__).parent
 RELEASES = {

@@ -192,7 +192,7 @@ def test_what_aiter_cannot_take_stays_with_upstream_when_aiter_is_named(monkeypa
     assert witness.declined() == {
         ("rocm_absorb_q_bmm", NOT_AITERS): 1,
         ("rocm_absorb_v_bmm", NOT_AITERS): 3,
-        (runtime_hooks._MXFP4_KERNEL, NOT_AITERS): 1,
+        (runtime_hooks._MXFP4_PATH, NOT_AITERS): 1,
         ("bmm_fp8", "aiter was named, which has no kernel for activations that are already fp8"): 1,
     }
 

@@ -7,6 +7,7 @@ not loaded there: a full load is tested on the newest release.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ import pytest
 import servers
 from releases import CACHE, unpacked
 
-from weightprep.engines.sglang import versions
+from weightprep.engines.sglang import source_names, versions
 from weightprep.errors import EngineError
 
 RELEASES = [str(version) for version in versions.KNOWN]
@@ -34,7 +35,7 @@ def routes(glm: Path) -> dict[str, dict[str, Any] | str | None]:
         command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("route.py")), str(glm)]
         env = servers.environment(PYTHONPATH=str(folder), SGLANG_PLUGINS="weightprep")
         del env["SGLANG_USE_CPU_ENGINE"]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
         return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else done.stdout + done.stderr
 
     with ThreadPoolExecutor(2) as pool:
@@ -131,8 +132,8 @@ def test_a_release_without_a_target_is_refused_with_the_list(tmp_path: Path, mon
     assert versions.missing_targets(copy) == ()
     loader = copy / "srt/models/deepseek_common/deepseek_weight_loader.py"
     loader.write_text(loader.read_text().replace("def post_load_weights", "def finish_weights"))
-    versions._parse.cache_clear()
-    versions.resolves.cache_clear()
+    source_names._parse.cache_clear()
+    source_names.resolves.cache_clear()
     monkeypatch.setattr(versions, "installed_root", lambda: copy)
     with pytest.raises(EngineError, match="absorbed weights are made in one place") as refused:
         versions.check_support()
@@ -159,6 +160,29 @@ def test_a_version_that_names_no_release_is_judged_by_its_targets(
 def test_gates_are_those_of_the_version_that_is_installed(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "installed_version", lambda: versions.Version(version))
     assert str(versions.gates_version()) == version
+
+
+def test_a_newer_release_says_what_stays_with_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function that the runtime replaces has another name there: nothing fails, so it has to be told."""
+    root = versions.installed_root()
+    assert root is not None
+    assert versions.missing_runtime_targets(root) == ()
+    (tmp_path / "srt").mkdir()
+    for place in (root, root / "srt"):
+        for entry in place.iterdir():
+            if entry.name not in ("srt", "models"):
+                (tmp_path / place.relative_to(root) / entry.name).symlink_to(entry)
+    shutil.copytree(root / "srt" / "models", tmp_path / "srt" / "models")
+    methods = tmp_path / "srt/models/deepseek_common/attention_forward_methods"
+    for file in methods.glob("forward_mla*.py"):
+        file.write_text(file.read_text().replace("rocm_absorb_v_bmm", "rocm_absorbed_v"))
+    monkeypatch.setattr(versions, "installed_root", lambda: tmp_path)
+    monkeypatch.setattr(versions, "installed_version", lambda: versions.Version("0.9.0"))
+    notice = versions.check_support() or ""
+    assert notice.startswith(
+        "sglang 0.9.0 is newer than 0.5.23; all hook targets of the load format are there; without "
+    )
+    assert notice.endswith(f"left to sglang: absorbed products on ROCm ({versions.ROCM_ABSORB_V})")
 
 
 @pytest.mark.parametrize(("version", "outcome"), [("0.5.10", "refused"), ("0.9.0", "notice")])

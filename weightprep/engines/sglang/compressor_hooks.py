@@ -21,13 +21,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from weightprep.engines.sglang.compressor_targets import compressor_targets
 from weightprep.engines.sglang.guard import ensure_hook
-from weightprep.engines.sglang.versions import installed_root, installed_version, resolves
+from weightprep.engines.sglang.versions import COMPRESSOR, GATE, installed_root, installed_version
 from weightprep.errors import EngineError
 from weightprep.runtime import witness
 from weightprep.runtime.compress import compress_decode, compress_prefill
@@ -35,24 +35,11 @@ from weightprep.runtime.compress import compress_decode, compress_prefill
 __all__ = [
     "CompressorPath",
     "Gemm",
-    "compressor_targets",
     "register_compressor_hooks",
 ]
 
 Gemm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-COMPRESSOR = "sglang.srt.layers.attention.dsv4.compressor"
-GATE = f"{COMPRESSOR}.Compressor._compute_wkv_gate"
-GATE_GEMM = f"{COMPRESSOR}.linear_bf16_fp32"
-COMPRESS_FORWARD = (
-    "sglang.kernels.ops.attention.dsv4.compress.compress_forward",
-    "sglang.jit_kernel.dsv4.compress.compress_forward",
-)
-# The GEMM module with the widening in it, before the producer became a method; 0.5.12 has none of them.
-WIDENING_GEMM = (
-    "sglang.kernels.ops.attention.dsv4.gemm.linear_bf16_fp32",
-    "sglang.jit_kernel.dsv4.gemm.linear_bf16_fp32",
-)
 GATE_PATH = "compressor_gate/bf16"
 COMPRESS_PATH = "compress/float32_arithmetic"
 
@@ -69,28 +56,8 @@ class CompressorPath:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class CompressorTargets:
-    """Dotted names of the producer and the consumer in one release."""
-
-    producer: str
-    consumer: str
-
-
 # The GEMM that the producer's hooks call; upstream's methods have no argument for it.
 _gemm: Gemm | None = None
-
-
-def compressor_targets(root: Path) -> CompressorTargets | None:
-    """What to hook in the sglang package in directory `root`; None where the scores are not widened."""
-    consumer = next((name for name in COMPRESS_FORWARD if resolves(root, name)), None)
-    if consumer is None:
-        return None
-    if resolves(root, GATE):
-        return CompressorTargets(GATE, consumer)
-    if resolves(root, GATE_GEMM) and any(resolves(root, name) for name in WIDENING_GEMM):
-        return CompressorTargets(GATE_GEMM, consumer)
-    return None
 
 
 def register_compressor_hooks(gemm: Gemm | None = None) -> CompressorPath:

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from weightprep.engines.sglang import versions
+from weightprep.engines.sglang.compressor_targets import compressor_targets
 from weightprep.engines.sglang.options import TARGET_VARIABLE, Options
+from weightprep.engines.sglang.source_names import resolves
 
 __all__ = ["Finding", "examine"]
 
@@ -50,7 +52,7 @@ def examine(environment: Mapping[str, str] = os.environ) -> list[Finding]:
         _python(),
         torch,
         _triton(),
-        *_sglang(has_torch),
+        *_sglang(),
         *_entry_point(environment),
         *_other_plugins(),
         _gpu(environment, has_torch),
@@ -87,7 +89,7 @@ def _triton() -> Finding:
         return Finding("triton", "note", "not installed", "only its kernels need it: pip install triton")
 
 
-def _sglang(has_torch: bool) -> Iterator[Finding]:
+def _sglang() -> Iterator[Finding]:
     root, version = versions.installed_root(), versions.installed_version()
     if root is None:
         yield Finding("sglang", "problem", "not installed", "pip install 'weightprep[sglang]'")
@@ -110,18 +112,30 @@ def _sglang(has_torch: bool) -> Iterator[Finding]:
         yield Finding("hook target", "problem", f"no {target.anywhere[0]} ({target.purpose})", remedy)
     if not missing:
         yield Finding("hook targets", "ok", f"all {len(versions.TARGETS)} found")
-    if has_torch:
-        yield _compressor(root)
-        yield _scales(root)
-    else:
-        yield Finding("compressor and scale hooks", "note", "not looked at: what they put in place needs torch")
+    yield _products(root)
+    yield _compressor(root)
+    yield _scales(root)
+
+
+def _products(root: Path) -> Finding:
+    """Whose absorbed products the sglang at `root` can run."""
+    found = {
+        "ROCm": [name for name in (versions.ROCM_ABSORB_Q, versions.ROCM_ABSORB_V) if resolves(root, name)]
+        or [name for name in (versions.FP8_KERNEL, versions.MXFP4_KERNEL) if resolves(root, name)],
+        "CUDA": [versions.BMM_FP8] if resolves(root, versions.BMM_FP8) else [],
+    }
+    shown = "; ".join(
+        f"{platform}: {', '.join(name.rpartition('.')[2] for name in names) or 'none'}"
+        for platform, names in found.items()
+    )
+    if all(found.values()):
+        return Finding("product hooks", "ok", shown)
+    remedy = f"sglang's own products run; sglang {versions.KNOWN[0]} to {versions.KNOWN[-1]} have all hook targets"
+    return Finding("product hooks", "note", shown, remedy)
 
 
 def _compressor(root: Path) -> Finding:
     """Whether DeepSeek-V4's compressor can be spared its widening pass in the sglang at `root`."""
-    # its hooks bring torch and the kernels, which everything above does without
-    from weightprep.engines.sglang.compressor_hooks import compressor_targets
-
     targets = compressor_targets(root)
     if targets is None:
         remedy = "nothing to do unless DeepSeek-V4 is served on ROCm; then use sglang 0.5.15 or later"
@@ -131,10 +145,8 @@ def _compressor(root: Path) -> Finding:
 
 def _scales(root: Path) -> Finding:
     """Where group scales can be had column-major without a transpose in the sglang at `root`."""
-    from weightprep.engines.sglang.scale_hooks import MATERIALIZE, SITES
-
-    found = [f"{site.module}.{site.name}" for site in SITES if versions.resolves(root, f"{site.module}.{site.name}")]
-    if not found or not versions.resolves(root, MATERIALIZE):
+    found = [site for site in versions.SCALE_SITES if resolves(root, site)]
+    if not found or not resolves(root, versions.MATERIALIZE):
         remedy = "nothing to do unless an fp8 block model is served on gfx95; then use sglang 0.5.15 or later"
         return Finding("scale hooks", "note", "this sglang transposes scales in its linear layer", remedy)
     return Finding("scale hooks", "ok", f"{len(found)} call sites of aiter's quantizations")

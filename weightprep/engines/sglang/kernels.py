@@ -10,13 +10,11 @@ from typing import Any
 import torch
 
 from weightprep.engines.sglang.canary import AbsorbKernels, Sample
+from weightprep.engines.sglang.versions import FORWARD_MLA, FORWARD_MLA_ROCM
 from weightprep.runtime.absorb import absorb_q, absorb_v
 from weightprep.runtime.choice import Backend
 
 __all__ = ["CudaKernels", "RocmKernels", "RuntimeKernels", "server_kernels"]
-
-_METHODS = "sglang.srt.models.deepseek_common.attention_forward_methods"
-_ROCM, _SHARED = f"{_METHODS}.forward_mla_rocm", f"{_METHODS}.forward_mla"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +90,14 @@ def server_kernels(runtime: str) -> AbsorbKernels | None:
         return RuntimeKernels(Backend.TORCH)
     if torch.version.hip is not None:
         try:
-            module = importlib.import_module(_ROCM)
+            module = importlib.import_module(FORWARD_MLA_ROCM)
         except ModuleNotFoundError:
             # before 0.5.18 the matmuls are written into the attention's forward
             module = None
         if module is not None and hasattr(module, "rocm_absorb_q_bmm"):
             return RocmKernels(module)
     else:
-        module = importlib.import_module(_SHARED)
+        module = importlib.import_module(FORWARD_MLA)
         if hasattr(module, "bmm_fp8"):
             return CudaKernels(module)
     return None if runtime == "upstream" else RuntimeKernels(Backend(runtime))

@@ -28,9 +28,11 @@ from typing import Any
 
 import torch
 
+from weightprep.engines.sglang import versions
 from weightprep.engines.sglang.guard import ensure_hook
+from weightprep.engines.sglang.source_names import resolves
 from weightprep.engines.sglang.taken_paths import layer_of
-from weightprep.engines.sglang.versions import installed_root, resolves
+from weightprep.engines.sglang.versions import installed_root
 from weightprep.errors import EngineError
 from weightprep.runtime import witness
 from weightprep.runtime.absorb import absorb_into, absorb_q, absorb_v
@@ -39,18 +41,15 @@ from weightprep.runtime.scale_layout import GroupScaleLayout
 
 __all__ = ["RuntimeHook", "refuse_other_runtime", "register_runtime_hooks", "runtime_hooks"]
 
-_METHODS = "sglang.srt.models.deepseek_common.attention_forward_methods"
-_ROCM = f"{_METHODS}.forward_mla_rocm"
-_SHARED = f"{_METHODS}.forward_mla"
-_FP8_KERNEL = "batched_gemm_a8w8_a_per_token_group_prequant_w_per_batched_tensor_quant"
-_MXFP4_KERNEL = "batched_gemm_afp4wfp4_pre_quant"
-_FUSED_ROPE = "fused_fp8_bmm_rope_cat_and_cache_mla"
 # Up to here reading the weights takes longer than multiplying them in bf16: 4.2 TB/s and 790 TFLOP/s, as on an H200,
 # balance at 94 rows.
 _FEW_ROWS = 64
 # Beyond, what the transpose of upstream's result costs was not set against a slower kernel.
 _MEASURED_ROWS = 256
-Q_PATH, V_PATH, CUDA_PATH = "rocm_absorb_q_bmm", "rocm_absorb_v_bmm", "bmm_fp8"
+# Under which calls that stay with upstream are counted.
+Q_PATH, V_PATH = versions.ROCM_ABSORB_Q.rpartition(".")[2], versions.ROCM_ABSORB_V.rpartition(".")[2]
+CUDA_PATH, _FP8_PATH = versions.BMM_FP8.rpartition(".")[2], versions.FP8_KERNEL.rpartition(".")[2]
+_MXFP4_PATH = versions.MXFP4_KERNEL.rpartition(".")[2]
 
 # sglang's hooks have no argument of ours; set once, before they are registered.
 _backend = Backend.AUTO
@@ -71,15 +70,15 @@ def runtime_hooks(root: Path, *, hip: bool) -> tuple[RuntimeHook, ...]:
     :param hip: the process runs on ROCm; otherwise on CUDA
     """
     if not hip:
-        names: tuple[tuple[str, Callable[..., Any]], ...] = ((f"{_SHARED}.bmm_fp8", cuda_bmm_fp8),)
-    elif resolves(root, f"{_ROCM}.rocm_absorb_v_bmm"):
+        names: tuple[tuple[str, Callable[..., Any]], ...] = ((versions.BMM_FP8, cuda_bmm_fp8),)
+    elif resolves(root, versions.ROCM_ABSORB_V):
         names = (
-            (f"{_ROCM}.{Q_PATH}", rocm_absorb_q),
-            (f"{_ROCM}.{V_PATH}", rocm_absorb_v),
-            (f"{_ROCM}.{_FUSED_ROPE}", fused_rope),
+            (versions.ROCM_ABSORB_Q, rocm_absorb_q),
+            (versions.ROCM_ABSORB_V, rocm_absorb_v),
+            (versions.FUSED_ROPE, fused_rope),
         )
     else:
-        names = ((f"{_SHARED}.{_FP8_KERNEL}", aiter_fp8_kernel), (f"{_SHARED}.{_MXFP4_KERNEL}", aiter_mxfp4_kernel))
+        names = ((versions.FP8_KERNEL, aiter_fp8_kernel), (versions.MXFP4_KERNEL, aiter_mxfp4_kernel))
     return tuple(RuntimeHook(target, around) for target, around in names if resolves(root, target))
 
 
@@ -190,13 +189,13 @@ def aiter_fp8_kernel(
     if reason is None and (bias is not None or dtype != torch.bfloat16):
         reason = "with a bias, or an output that is not bf16"
     if reason is not None:
-        witness.decline(_FP8_KERNEL, reason)
+        witness.decline(_FP8_PATH, reason)
         return orig(X, WQ, w_scale, group_size, bias, dtype, splitK, YQ, transpose_bm, transpose_bm_in, config)
     x = X if transpose_bm_in else X.transpose(0, 1)
     if YQ is None:
         out = x.new_empty((x.shape[0], x.shape[1], weight.shape[2]), dtype=torch.bfloat16)
         YQ = out if transpose_bm else out.transpose(0, 1)
-    with witness.calling(_FP8_KERNEL):
+    with witness.calling(_FP8_PATH):
         absorb_into(YQ if transpose_bm else YQ.transpose(0, 1), x, weight, w_scale, backend=_backend)
     return YQ
 
@@ -219,7 +218,7 @@ def aiter_mxfp4_kernel(
     if dtype != torch.bfloat16 or rest or named:
         reason = "with an explicit configuration, or an output that is not bf16"
     if reason is not None:
-        witness.decline(_MXFP4_KERNEL, reason)
+        witness.decline(_MXFP4_PATH, reason)
         done: torch.Tensor | None = orig(x, w, w_scales, dtype, y, *rest, **named)
         return done
     weight, mx_scale = w.transpose(1, 2), w_scales.transpose(1, 2)
@@ -227,7 +226,7 @@ def aiter_mxfp4_kernel(
         y = x.new_empty((x.shape[1], x.shape[0], weight.shape[2]), dtype=torch.bfloat16).transpose(0, 1)
     elif y.is_contiguous():
         y.as_strided_(y.shape, (y.shape[2], y.shape[0] * y.shape[2], 1))
-    with witness.calling(_MXFP4_KERNEL):
+    with witness.calling(_MXFP4_PATH):
         absorb_into(y.transpose(0, 1), x.transpose(0, 1), weight, mx_scale=mx_scale, backend=_backend)
     return y
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from weightprep.engines.sglang.versions import MATERIALIZE, SCALE_SITES
 from weightprep.runtime import witness
 from weightprep.runtime.flatten import flatten_quant_fp8
 from weightprep.runtime.group_quant import FP8_GROUP, FP8_MAX
@@ -33,7 +34,7 @@ from weightprep.runtime.rms_quant import quantize_groups
 from weightprep.runtime.scale_layout import GroupScaleLayout
 from weightprep.runtime.scale_probe import ScaleProducer, TransposeScale
 
-__all__ = ["CLAMP", "FLATTEN", "GROUP", "MATERIALIZE", "RMS", "SITES", "ScaleSite", "hook_scale_sites"]
+__all__ = ["CLAMP", "FLATTEN", "GROUP", "RMS", "SITES", "ScaleSite", "hook_scale_sites"]
 
 RMS, FLATTEN, GROUP, CLAMP = (
     "fused_rms_fp8_group_quant",
@@ -41,9 +42,9 @@ RMS, FLATTEN, GROUP, CLAMP = (
     "per_group_quant_hip",
     "fused_clamp_act_mul",
 )
-_METHODS = "sglang.srt.models.deepseek_common.attention_forward_methods"
-_UTILS = "sglang.srt.layers.quantization.fp8_utils"
-MATERIALIZE = f"{_UTILS}.materialize_bpreshuffle_fp8_scale"
+_MATERIALIZE_IN, _, _MATERIALIZE = MATERIALIZE.rpartition(".")
+# sglang binds this one under a name of its own
+_RENAMED = {"aiter_per1x128_quant": GROUP}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +60,12 @@ class ScaleSite:
     producer: str
 
 
-SITES = (
-    ScaleSite("sglang.srt.layers.communicator", RMS, RMS),
-    ScaleSite("sglang.srt.layers.layer_boundary.residual.add_norm", RMS, RMS),
-    ScaleSite(f"{_METHODS}.forward_mla", RMS, RMS),
-    ScaleSite(f"{_METHODS}.forward_mla", FLATTEN, FLATTEN),
-    ScaleSite(f"{_METHODS}.forward_mla_rocm", RMS, RMS),
-    ScaleSite(f"{_METHODS}.forward_mla_rocm", FLATTEN, FLATTEN),
-    ScaleSite(f"{_METHODS}.forward_mha", RMS, RMS),
-    ScaleSite(f"{_METHODS}.forward_mha_rocm", RMS, RMS),
-    ScaleSite("sglang.srt.models.deepseek_v4", RMS, RMS),
-    ScaleSite(_UTILS, "aiter_per1x128_quant", GROUP),
-    # sglang imports it in the call, so its home is the place to rebind; nothing else calls it
-    ScaleSite("aiter.ops.triton.fusions.fused_clamp_act_mul", CLAMP, CLAMP),
-)
+def _site(dotted: str) -> ScaleSite:
+    module, _, name = dotted.rpartition(".")
+    return ScaleSite(module, name, _RENAMED.get(name, name))
+
+
+SITES = tuple(_site(dotted) for dotted in SCALE_SITES)
 
 
 def hook_scale_sites(producers: Mapping[str, ScaleProducer]) -> tuple[ScaleSite, ...]:
@@ -81,7 +74,7 @@ def hook_scale_sites(producers: Mapping[str, ScaleProducer]) -> tuple[ScaleSite,
     :param producers: of the installed aiter, by name, as probed; call sites of others stay with upstream
     :returns: the call sites whose scales are column-major from here on
     """
-    if not hasattr(sys.modules.get(_UTILS), MATERIALIZE.rsplit(".", 1)[1]):
+    if not hasattr(sys.modules.get(_MATERIALIZE_IN), _MATERIALIZE):
         return ()
     hooked = []
     for site in SITES:

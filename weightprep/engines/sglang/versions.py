@@ -1,39 +1,57 @@
 """The one map of what the plugin needs of sglang, by name, and how to tell that an installed sglang has it.
 
-The names are looked up in sglang's source text, not imported: `doctor` must answer on machines where sglang does not
-import, and a process must not import model code before its environment is final. A release that this map does not know
-is judged by the same look.
+The names are looked up in sglang's source text, see source_names. A release that this map does not know is judged by
+the same look.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
 from weightprep.contracts import READ_RELEASES
+from weightprep.engines.sglang.source_names import resolves
 from weightprep.errors import EngineError
 
 __all__ = [
+    "BMM_FP8",
+    "COMPRESSOR",
+    "COMPRESS_FORWARD",
+    "FORWARD_MLA",
+    "FORWARD_MLA_ROCM",
+    "FP8_KERNEL",
+    "FUSED_ROPE",
+    "GATE",
+    "GATE_GEMM",
+    "GET_MODEL_LOADER",
     "KNOWN",
     "LORA_CORRECTION",
+    "MATERIALIZE",
+    "MXFP4_KERNEL",
     "OLDEST",
     "POST_LOAD_WEIGHTS",
+    "ROCM_ABSORB_Q",
+    "ROCM_ABSORB_V",
+    "RUNTIME_TARGETS",
+    "SCALE_SITES",
+    "SERVER_ARGS",
+    "SERVER_ARGS_GIVEN",
     "TARGETS",
     "UPDATE_FROM_TENSOR",
+    "VERIFY_LOAD_FORMAT",
+    "WIDENING_GEMM",
     "Target",
     "check_support",
     "gates_version",
     "installed_root",
     "installed_version",
     "is_release",
+    "missing_runtime_targets",
     "missing_targets",
-    "resolves",
 ]
 
 KNOWN = tuple(Version(text) for text in READ_RELEASES)
@@ -99,6 +117,58 @@ TARGETS = (
     UPDATE_FROM_TENSOR,
 )
 
+_METHODS = "sglang.srt.models.deepseek_common.attention_forward_methods"
+FORWARD_MLA, FORWARD_MLA_ROCM = f"{_METHODS}.forward_mla", f"{_METHODS}.forward_mla_rocm"
+# From 0.5.18 on.
+ROCM_ABSORB_Q, ROCM_ABSORB_V = f"{FORWARD_MLA_ROCM}.rocm_absorb_q_bmm", f"{FORWARD_MLA_ROCM}.rocm_absorb_v_bmm"
+# From 0.5.22 on.
+FUSED_ROPE = f"{FORWARD_MLA_ROCM}.fused_fp8_bmm_rope_cat_and_cache_mla"
+# aiter's, as 0.5.12 and 0.5.15 bind them on ROCm.
+FP8_KERNEL = f"{FORWARD_MLA}.batched_gemm_a8w8_a_per_token_group_prequant_w_per_batched_tensor_quant"
+MXFP4_KERNEL = f"{FORWARD_MLA}.batched_gemm_afp4wfp4_pre_quant"
+BMM_FP8 = f"{FORWARD_MLA}.bmm_fp8"
+
+_UTILS = "sglang.srt.layers.quantization.fp8_utils"
+# From 0.5.15 on: what turns row-major group scales round for the bpreshuffle GEMM.
+MATERIALIZE = f"{_UTILS}.materialize_bpreshuffle_fp8_scale"
+# Where sglang calls aiter's quantizations; a release has some of them.
+SCALE_SITES = (
+    "sglang.srt.layers.communicator.fused_rms_fp8_group_quant",
+    "sglang.srt.layers.layer_boundary.residual.add_norm.fused_rms_fp8_group_quant",
+    f"{FORWARD_MLA}.fused_rms_fp8_group_quant",
+    f"{FORWARD_MLA}.fused_flatten_fp8_group_quant",
+    f"{FORWARD_MLA_ROCM}.fused_rms_fp8_group_quant",
+    f"{FORWARD_MLA_ROCM}.fused_flatten_fp8_group_quant",
+    f"{_METHODS}.forward_mha.fused_rms_fp8_group_quant",
+    f"{_METHODS}.forward_mha_rocm.fused_rms_fp8_group_quant",
+    "sglang.srt.models.deepseek_v4.fused_rms_fp8_group_quant",
+    f"{_UTILS}.aiter_per1x128_quant",
+    # sglang imports it in the call, so its home is the place to rebind; nothing else calls it
+    "aiter.ops.triton.fusions.fused_clamp_act_mul.fused_clamp_act_mul",
+)
+
+COMPRESSOR = "sglang.srt.layers.attention.dsv4.compressor"
+# From 0.5.20 on; before, 0.5.15 and 0.5.18 call GATE_GEMM, which widens in one of WIDENING_GEMM.
+GATE = f"{COMPRESSOR}.Compressor._compute_wkv_gate"
+GATE_GEMM = f"{COMPRESSOR}.linear_bf16_fp32"
+WIDENING_GEMM = (
+    "sglang.kernels.ops.attention.dsv4.gemm.linear_bf16_fp32",
+    "sglang.jit_kernel.dsv4.gemm.linear_bf16_fp32",
+)
+COMPRESS_FORWARD = (
+    "sglang.kernels.ops.attention.dsv4.compress.compress_forward",
+    "sglang.jit_kernel.dsv4.compress.compress_forward",
+)
+
+# Where one is missing sglang's own function serves, and that is told.
+RUNTIME_TARGETS = (
+    Target("absorbed products on ROCm", (ROCM_ABSORB_V, FP8_KERNEL)),
+    Target("absorbed products on CUDA", (BMM_FP8,)),
+    Target("column-major group scales", (MATERIALIZE,)),
+    Target("DeepSeek-V4's compressor on bf16 scores", (GATE, GATE_GEMM)),
+    LORA_CORRECTION,
+)
+
 
 def installed_version() -> Version | None:
     """The version of the sglang distribution, None if there is none."""
@@ -139,6 +209,11 @@ def missing_targets(root: Path) -> tuple[Target, ...]:
     return tuple(target for target in TARGETS if target.found(root) is None)
 
 
+def missing_runtime_targets(root: Path) -> tuple[Target, ...]:
+    """What the sglang package in directory `root` lacks of what weightprep would replace."""
+    return tuple(target for target in RUNTIME_TARGETS if target.found(root) is None)
+
+
 def check_support() -> str | None:
     """Make sure that the installed sglang has everything that the plugin needs.
 
@@ -170,57 +245,15 @@ def check_support() -> str | None:
         )
     if version is None or not is_release(version):
         named = version or "(unknown version)"
-        return f"sglang {named} names no release; all hook targets are there, the gates of {KNOWN[-1]} are assumed"
+        return f"sglang {named} names no release; {_what_is_there(root)}, the gates of {KNOWN[-1]} are assumed"
     if version > KNOWN[-1]:
-        return f"sglang {version} is newer than {KNOWN[-1]}; all hook targets are there"
+        return f"sglang {version} is newer than {KNOWN[-1]}; {_what_is_there(root)}"
     return None
 
 
-@lru_cache(maxsize=128)
-def resolves(root: Path, dotted: str) -> bool:
-    """Whether the sglang package in `root` defines the module-level name or class attribute `dotted`.
-
-    A name imported from elsewhere counts where it is a module's own name, as sglang re-exports some.
-    """
-    parts = dotted.split(".")[1:]
-    for split in range(len(parts), 0, -1):
-        for file in (root.joinpath(*parts[:split]).with_suffix(".py"), root.joinpath(*parts[:split], "__init__.py")):
-            if file.is_file():
-                return _defines(_parse(file), parts[split:])
-    return False
-
-
-@lru_cache(maxsize=32)
-def _parse(file: Path) -> ast.Module | None:
-    try:
-        return ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return None
-
-
-def _defines(tree: ast.Module | None, names: list[str]) -> bool:
-    body: list[ast.stmt] = tree.body if tree is not None else []
-    for position, name in enumerate(names):
-        found = next((node for node in body if name in _names(node)), None)
-        if found is None:
-            return False
-        if position + 1 < len(names):
-            if not isinstance(found, ast.ClassDef):
-                return False
-            body = found.body
-    return bool(names) and tree is not None
-
-
-def _names(node: ast.stmt) -> set[str]:
-    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        return {node.name}
-    if isinstance(node, ast.Assign):
-        return {target.id for target in node.targets if isinstance(target, ast.Name)}
-    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-        return {node.target.id}
-    if isinstance(node, ast.ImportFrom):
-        return {alias.asname or alias.name for alias in node.names}
-    if isinstance(node, ast.If | ast.Try):
-        # sglang binds the kernels of one platform in a branch.
-        return {name for inner in (*node.body, *node.orelse) for name in _names(inner)}
-    return set()
+def _what_is_there(root: Path) -> str:
+    lacking = missing_runtime_targets(root)
+    if not lacking:
+        return "all hook targets are there"
+    left = "; ".join(f"{target.purpose} ({target.anywhere[0]})" for target in lacking)
+    return f"all hook targets of the load format are there; without a target, so left to sglang: {left}"
