@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -90,7 +91,8 @@ def read_slices(ref: TensorRef, stops: Sequence[int]) -> Iterator[memoryview]:
     :raises CheckpointError: the file cannot be read or became shorter
     """
     starts = [0, *stops[:-1]]
-    buffer = memoryview(bytearray(max(stop - start for start, stop in zip(starts, stops, strict=True))))
+    # Pages of its own, which the system has back at once: malloc keeps what is freed, the more the larger it was.
+    buffer = memoryview(mmap.mmap(-1, max(stop - start for start, stop in zip(starts, stops, strict=True))))
     fd = open_regular(ref.path)
     try:
         for start, stop in zip(starts, stops, strict=True):

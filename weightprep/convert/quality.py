@@ -14,7 +14,7 @@ from weightprep.checkpoint.manifest import QualityRecord
 from weightprep.convert.slices import rows_per_slice, slices
 from weightprep.deferred import torch
 from weightprep.errors import CheckpointError
-from weightprep.formats import EncodedShape, Encoding
+from weightprep.formats import Encoding
 from weightprep.formats.e4m3 import decode_e4m3fn
 from weightprep.transforms import Bundle, StepContext
 from weightprep.transforms.dequantize import dequantize
@@ -30,10 +30,8 @@ def measure(source: Bundle, stored: Bundle, *, heads: int | None, name: str) -> 
     :param name: the source tensor's name, for errors
     :raises CheckpointError: a value that is not finite has come out
     """
-    rows, cols = source.encoded.rows, source.encoded.cols
-    step = rows_per_slice(rows, cols)
-    if stored.absorbed:
-        stored = Bundle({"weight": reassemble(stored)}, EncodedShape(Encoding.FP32, rows, cols))
+    rows = source.encoded.rows
+    step = rows_per_slice(source.encoded, len(stored["w_kc"]) if stored.absorbed else None)
     signal, noise = torch.empty(2, rows, dtype=torch.float64)
     row_amax = torch.empty(rows)
     largest_error = 0.0
@@ -117,7 +115,9 @@ def describe(quality: QualityRecord) -> str:
 def _values(bundle: Bundle, step: int) -> Iterator[torch.Tensor]:
     """The weight in float32, `step` rows at a time, in memory of its own."""
     for part in slices(bundle, step):
-        if part.encoded.encoding is Encoding.FP8_TENSOR:
+        if part.absorbed:
+            yield reassemble(part)
+        elif part.encoded.encoding is Encoding.FP8_TENSOR:
             yield decode_e4m3fn(part["weight"]).mul_(part["scale"])
         else:
             yield dequantize(part, StepContext())["weight"].to(torch.float32, copy=True)
