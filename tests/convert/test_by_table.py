@@ -86,6 +86,8 @@ WEIGHTS = {
     "subnormals": np.arange(0x80, dtype=np.uint16),
     "amax at the floor of 1e-12": bf16(np.array([1e-12, 5e-13, -1e-12, 1e-20])),
     "an empty head": np.repeat(np.array([0x3C00, 0, 0x3D10], dtype=np.uint16), 448 * 512),
+    "an amax with a sign": bf16(np.array([0.5, -2.0, 1.5, -0.25])),
+    "an amax without": bf16(np.array([0.5, -1.5, 2.0, -0.25])),
     "NaN": np.array([0x3C00, 0x7FC0], dtype=np.uint16),
     "infinity": np.array([0x3C00, 0xFF80], dtype=np.uint16),
 }
@@ -154,15 +156,18 @@ def test_refuses_what_the_steps_refuse(job: ModuleJob) -> None:
         assert "a NaN or an infinity in the weight" in refusal
 
 
-def test_refuses_a_weight_that_grew_between_the_two_passes(job: ModuleJob, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("code", "found"), [(0x7FC0, "larger"), (0xFF80, "larger"), (0xBC22, "smaller")])
+def test_refuses_a_weight_that_changed_between_the_two_passes(
+    job: ModuleJob, monkeypatch: pytest.MonkeyPatch, code: int, found: str
+) -> None:
     changed = with_source(job, WEIGHTS["one value"])
 
     def swap(*arguments: object) -> object:
-        with_source(job, np.array([0x7FC0], dtype=np.uint16))
+        with_source(job, np.array([code], dtype=np.uint16))
         return encode_table(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr("weightprep.convert.by_table.encode_table", swap)
-    assert "than a moment before" in str(by_table(changed))
+    assert f"{found} numbers in {changed.source.weight.name!r} than a moment before" in str(by_table(changed))
 
 
 def test_is_for_bf16_to_fp8_under_one_scale_only(tmp_path: Path) -> None:

@@ -1,15 +1,14 @@
 """Converts a bf16 weight to fp8 under one scale, the commonest conversion, without torch and a slice at a time.
 
-Two passes over the weight: the first counts the codes of each head, and from the counts follow the amax, the table of
-the 65,536 possible results and every figure of quality; the second looks the results up. :func:`weightprep.convert.
-module.convert_module` gives the same bytes and the same record by the recipe's steps.
+Two passes over the weight: the first finds the amax, from which the table of the 65,536 possible results follows; the
+second looks the results up and counts the codes of each head, from which every figure of quality follows.
+:func:`weightprep.convert.module.convert_module` gives the same bytes and the same record by the recipe's steps.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +23,9 @@ from weightprep.convert.quality import record_of
 from weightprep.formats import Encoding
 from weightprep.formats.e4m3_table import (
     bf16_values,
-    count_codes,
     decode_table,
     encode_table,
-    look_up_codes,
+    look_up_and_count,
     multiplier,
 )
 from weightprep.transforms.dequantize import dequantize
@@ -38,23 +36,57 @@ __all__ = ["WriteSlices", "convert_by_table", "has_table"]
 # Takes a tensor's name and its bytes in order; see ShardWriter.write_slices.
 WriteSlices = Callable[[str, Iterable[NDArray[np.uint8]]], None]
 
-_MAGNITUDE = np.uint16(0x7FFF)
+_SIGN = 0x8000
 _INFINITY = 0x7F80
-# Small beside a weight, large enough that the calls cost nothing.
-_SLICE_BYTES = 2**20
+# Small beside a weight, so that both what is read and its indices of 64 bits stay in a core's caches; large enough that
+# the calls cost nothing. A head of GLM-5.2 fits.
+_SLICE_BYTES = 2**19
 
 
-@dataclass(frozen=True, slots=True)
-class _Head:
-    """The bf16 codes of one head, ascending, and how often each stands in it."""
+class _Figures:
+    """The figures of quality of a weight, from how often each magnitude stands in each of its heads.
 
-    codes: NDArray[np.uint16]
-    counts: NDArray[np.int64]
+    :param values: of every bf16 code
+    :param table: the result of every bf16 code
+    :param largest: the code of the weight's amax
+    """
+
+    def __init__(self, values: NDArray[np.float32], table: NDArray[np.uint8], scale: np.float32, largest: int) -> None:
+        # Sign and error of a number are symmetrical, so those of the codes without a sign tell all.
+        self._values = values[: largest + 1]
+        # An overflow among the weight's own codes is refused by name.
+        with np.errstate(over="ignore", invalid="ignore"):
+            self._errors = np.abs(decode_table()[table[: largest + 1]] * scale - self._values)
+        self._squares = np.square(np.stack([self._values, self._errors]), dtype=np.float64)
+        self._present = np.zeros(largest + 1, dtype=np.bool_)
+        self._sums: list[tuple[float, float]] = []
+        self._amax: list[float] = []
+
+    def add(self, counts: NDArray[np.int64]) -> None:
+        """The next head has the magnitude of code i `counts[i]` times."""
+        present = counts > 0
+        self._present |= present
+        # not by a product of matrices, for which numpy's library may start threads
+        signal, noise = (self._squares * counts).sum(axis=1)
+        self._sums.append((float(signal), float(noise)))
+        # magnitudes of bf16 are ordered as their codes are
+        self._amax.append(float(self._values[len(counts) - 1 - int(present[::-1].argmax())]))
 
     @property
-    def largest(self) -> int:
-        """The code of the amax: magnitudes of bf16 are ordered as their codes are."""
-        return int((self.codes & _MAGNITUDE).max())
+    def complete(self) -> bool:
+        """Whether the amax has been added."""
+        return bool(self._present[-1])
+
+    def record(self, *, has_heads: bool, name: str) -> QualityRecord:
+        """The figures of all that was added; see `record_of`."""
+        return record_of(
+            [signal for signal, _ in self._sums],
+            [noise for _, noise in self._sums],
+            max_error=float(self._errors[self._present].max()),
+            amax=max(self._amax),
+            head_amax=self._amax if has_heads else [],
+            name=name,
+        )
 
 
 def has_table(job: ModuleJob) -> bool:
@@ -75,27 +107,38 @@ def convert_by_table(job: ModuleJob, dims: Mapping[str, int], file: str, write: 
     """
     source = job.source.weight
     heads = job.heads(dims)
-    counted = _count_heads(source, heads or 1)
-    largest = max(head.largest for head in counted)
+    largest = _largest(source)
     if largest >= _INFINITY:
         raise not_finite(source.name)
-    m, scale = multiplier(bf16_values()[largest])
+    values = bf16_values()
+    m, scale = multiplier(values[largest])
     table = encode_table(m)
-
+    figures = _Figures(values, table, scale, largest)
     source_hash, target_hash = hashlib.sha256(), hashlib.sha256()
 
     def converted() -> Iterator[NDArray[np.uint8]]:
-        for raw in read_slices(source, _stops(source.nbytes, _SLICE_BYTES)):
+        per_head = source.nbytes // (heads or 1)
+        counts = np.zeros(largest + 1, dtype=np.int64)
+        done = 0
+        for raw in read_slices(source, list(_head_stops(source.nbytes, per_head))):
             source_hash.update(raw)
             codes: NDArray[np.uint16] = np.frombuffer(raw, dtype=np.uint16)
-            if (codes & _MAGNITUDE).max() > largest:
-                raise changed_while_read(source, f"larger numbers in {source.name!r} than a moment before")
-            found = look_up_codes(table, codes)
+            found, signed = look_up_and_count(table, codes)
+            counts += signed[: largest + 1]
+            counts += signed[_SIGN : _SIGN + largest + 1]
             target_hash.update(found.data)
+            done += len(raw)
+            if done % per_head == 0:
+                if counts.sum() != per_head // codes.itemsize:
+                    raise changed_while_read(source, f"larger numbers in {source.name!r} than a moment before")
+                figures.add(counts)
+                counts[:] = 0
             yield found
 
     scales = as_bytes(np.full(job.outputs["scale"].shape, scale))
     write(job.outputs["weight"].name, converted())
+    if not figures.complete:
+        raise changed_while_read(source, f"smaller numbers in {source.name!r} than a moment before")
     write(job.outputs["scale"].name, [np.frombuffer(scales, dtype=np.uint8)])
     return module_record(
         job,
@@ -106,7 +149,7 @@ def convert_by_table(job: ModuleJob, dims: Mapping[str, int], file: str, write: 
             job.outputs["scale"].name: hashlib.sha256(scales).hexdigest(),
         },
         scale=float(scale),
-        quality=_quality(counted, table, scale, has_heads=heads is not None, name=source.name),
+        quality=figures.record(has_heads=heads is not None, name=source.name),
     )
 
 
@@ -114,43 +157,17 @@ def _stops(nbytes: int, step: int) -> list[int]:
     return [*range(step, nbytes, step), nbytes]
 
 
-def _count_heads(weight: TensorRef, heads: int) -> list[_Head]:
-    per_head = weight.nbytes // heads
-    stops = sorted({*_stops(weight.nbytes, per_head), *_stops(weight.nbytes, _SLICE_BYTES)})
-    found = []
-    done = 0
-    counts = np.zeros(1 << 16, dtype=np.int64)
-    for raw in read_slices(weight, stops):
-        counts += count_codes(np.frombuffer(raw, dtype=np.uint16))
-        done += len(raw)
-        if done % per_head == 0:
-            present = counts.nonzero()[0]
-            found.append(_Head(present.astype(np.uint16), counts[present]))
-            counts[:] = 0
-    return found
+def _head_stops(nbytes: int, per_head: int) -> Iterator[int]:
+    for start in range(0, nbytes, per_head):
+        yield from (start + stop for stop in _stops(per_head, _SLICE_BYTES))
 
 
-def _quality(
-    heads: Sequence[_Head], table: NDArray[np.uint8], scale: np.float32, *, has_heads: bool, name: str
-) -> QualityRecord:
-    """The figures of a weight in which each code of `heads` became its entry in `table`, times `scale`."""
-    values = bf16_values()
-    # An overflow among the weight's own codes is refused by name; infinity and NaN are not among them.
-    with np.errstate(over="ignore", invalid="ignore"):
-        errors = np.abs(decode_table()[table] * scale - values)
-    amax = [float(values[head.largest]) for head in heads]
-    return record_of(
-        _square_sums(heads, values),
-        _square_sums(heads, errors),
-        max_error=max(float(errors[head.codes].max()) for head in heads),
-        amax=max(amax),
-        head_amax=amax if has_heads else [],
-        name=name,
-    )
-
-
-def _square_sums(heads: Sequence[_Head], values: NDArray[np.float32]) -> list[float]:
-    # NaN codes are among them, which no head has
-    with np.errstate(invalid="ignore"):
-        squares = np.square(values, dtype=np.float64)
-    return [float(np.dot(head.counts, squares[head.codes])) for head in heads]
+def _largest(weight: TensorRef) -> int:
+    """The code of the weight's amax."""
+    largest = 0
+    for raw in read_slices(weight, _stops(weight.nbytes, _SLICE_BYTES)):
+        codes: NDArray[np.uint16] = np.frombuffer(raw, dtype=np.uint16)
+        # The last code of all is the greatest magnitude with a sign, and as signed integers the one without.
+        last = int(codes.max())
+        largest = max(largest, last - _SIGN if last >= _SIGN else 0, int(codes.view(np.int16).max()))
+    return largest

@@ -13,10 +13,9 @@ __all__ = [
     "AMAX_FLOOR",
     "E4M3FN_MAX",
     "bf16_values",
-    "count_codes",
     "decode_table",
     "encode_table",
-    "look_up_codes",
+    "look_up_and_count",
     "multiplier",
 ]
 
@@ -24,21 +23,11 @@ E4M3FN_MAX = 448.0
 # Below this amax the scale would leave the normal float32 range; sglang's input_to_float8 has the same floor.
 AMAX_FLOOR = 1e-12
 _CODES = 1 << 16
-# Elements that are worked on at a time: their 64-bit indices stay in a core's cache.
-_CHUNK = 1 << 18
 
 
 def bf16_values() -> NDArray[np.float32]:
     """The value of every bf16 code, float32 [65536]."""
     return (np.arange(_CODES, dtype=np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def count_codes(codes: NDArray[np.uint16]) -> NDArray[np.int64]:
-    """How often each 16-bit code stands in `codes`, a flat array: int64 [65536]."""
-    counts = np.zeros(_CODES, dtype=np.int64)
-    for start in range(0, codes.size, _CHUNK):
-        counts += np.bincount(codes[start : start + _CHUNK], minlength=_CODES)
-    return counts
 
 
 def multiplier(amax: np.float32) -> tuple[np.float32, np.float32]:
@@ -78,10 +67,13 @@ def decode_table() -> NDArray[np.float32]:
     return moved.view(np.float16).astype(np.float32) * np.float32(256)
 
 
-def look_up_codes(table: NDArray[np.uint8], codes: NDArray[np.uint16]) -> NDArray[np.uint8]:
-    """table[codes] of a flat array."""
+def look_up_and_count(
+    table: NDArray[np.uint8], codes: NDArray[np.uint16]
+) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """table[codes] of a flat array, and how often each 16-bit code stands in it: int64 [65536]."""
+    # What numpy does with any other integers first, done once for both.
+    index = codes.astype(np.intp)
     found = np.empty(codes.size, dtype=np.uint8)
-    for start in range(0, codes.size, _CHUNK):
-        # No index is out of range; without a mode numpy would check, into a copy of the output.
-        np.take(table, codes[start : start + _CHUNK], out=found[start : start + _CHUNK], mode="clip")
-    return found
+    # No index is out of range; without a mode numpy would check, into a copy of the output.
+    np.take(table, index, out=found, mode="clip")
+    return found, np.bincount(index, minlength=_CODES)
