@@ -161,6 +161,9 @@ class FileRunner:
         try:
             with contextlib.ExitStack() as moving:
                 moving.enter_context(self._moving)
+                if converting is not None:
+                    # before its turn goes to a file that waits for one
+                    moving.push(self._end_others)
                 if self._stop.is_set():
                     raise StoppedError
                 self._progress.begin(job.name, job.nbytes)
@@ -183,6 +186,10 @@ class FileRunner:
             self.entries[job.name] = entry
             self.placed[how] = self.placed.get(how, 0) + 1
         self._progress.end(job.name)
+
+    def _end_others(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._stop.set()
 
     def _rewrite(
         self, job: ShardJob, path: Path, moved: Callable[[], None], converting: Executor | None
