@@ -93,3 +93,19 @@ def test_heads_of_very_different_size_are_refused_by_the_worst_of_them(tmp_path:
     assert "dB SQNR of its worst head (1 module(s) below the floor)" in refused.stderr
     assert not (tmp_path / "dst").exists()
     assert any("--allow-quality-loss" in text for text in convert(tmp_path, "--allow-quality-loss"))
+
+
+def test_what_sglang_alone_makes_of_bf16_is_not_promised(tmp_path: Path) -> None:
+    """Nothing of it is quantized in the checkpoint either."""
+    synthesize(tmp_path / "src", layers=2, encoding="fp8_block")
+    lines = convert(tmp_path, "--precision", "bf16", "--requantize")
+    assert any("which need not be bf16" in text for text in lines)
+    assert not any("quantized kv_b_proj" in text for text in lines)
+
+
+def test_a_group_that_is_named_twice_is_refused(tmp_path: Path) -> None:
+    synthesize(tmp_path / "src", layers=2)
+    command = [sys.executable, "-m", "weightprep", "convert", "src", "dst", "--precision", "decoder=fp8,decoder=bf16"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "each group once" in done.stderr

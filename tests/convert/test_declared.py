@@ -270,3 +270,20 @@ def test_the_second_list_of_excluded_modules_counts(tmp_path: Path) -> None:
     (finding,) = check_declared(destination, tensors, [KV_B, "model.layers.0.self_attn.kv_b_proj"], is_whole=False)
     assert finding.subject.endswith(KV_B)
     assert finding.found.startswith("hf_quant_config.json leaves it unquantized")
+
+
+def test_a_wrapper_inside_of_the_model_is_asked_for_by_sglangs_name(tmp_path: Path) -> None:
+    """GLM-5.3-Flash: sglang renames plain names, but no regular expression."""
+    module = "model.language_model.layers.3.self_attn.kv_b_proj"
+    tensors = {
+        f"{module}.weight": Stored(f"{module}.weight", tmp_path, "F8_E4M3", (512, 64), 0, 512 * 64),
+        f"{module}.weight_scale": Stored(f"{module}.weight_scale", tmp_path, "F32", (1,), 0, 4),
+    }
+    for pattern, count in ((r"re:model\.(language_model\.)?layers\.3\..*$", 0), (rf"re:{module}$", 1)):
+        groups = {"ours": {**OURS, "targets": [pattern]}, "theirs": LINEAR}
+        quantization = {"quant_method": "compressed-tensors", "config_groups": groups, "format": "pack-quantized"}
+        text = {"num_hidden_layers": 4, "quantization_config": quantization}
+        document = {"architectures": ["Glm5NextForConditionalGeneration"], "text_config": text}
+        (tmp_path / "config.json").write_text(json.dumps(document))
+        found = list(check_declared(tmp_path, tensors, [module], is_whole=False))
+        assert len(found) == count

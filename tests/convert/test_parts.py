@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from weightprep.cli import app
+from weightprep.convert import finished
 from weightprep.convert.journal import claim
 from weightprep.convert.options import ConvertOptions
 from weightprep.convert.planner import make_plan
@@ -128,3 +131,35 @@ def test_what_is_told_of_beginning_again_is_so(root: Path) -> None:
     shutil.rmtree(root / "dst.partial")
     _, out, _ = convert(root, "--json")
     assert json.loads(out)["resumed_files"] == 0
+
+
+def test_finishing_what_was_begun_without_parts_says_what_to_do(root: Path) -> None:
+    shard = sorted((root / "src").glob("*.safetensors"))[1]
+    tensors = load_file(shard)
+    name = next(name for name in tensors if name.endswith("kv_b_proj.weight"))
+    sound = tensors[name].clone()
+    tensors[name].view(-1)[0] = float("nan")
+    save_file(tensors, shard, metadata={"format": "pt"})
+    convert(root, "--workers", "1")
+    code, _, message = convert(root, "--finish")
+    assert code == 2
+    assert "run the same command without --finish" in message
+    assert "the same command goes on" not in message
+    save_file(tensors | {name: sound}, shard, metadata={"format": "pt"})
+    assert convert(root, "--overwrite")[0] == 0
+
+
+def test_a_finished_file_that_cannot_be_read_just_now_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = sorted((root / "src").glob("*.safetensors"))[1]
+    tensors = load_file(shard)
+    name = next(name for name in tensors if name.endswith("kv_b_proj.weight"))
+    save_file(tensors | {name: tensors[name] * float("nan")}, shard, metadata={"format": "pt"})
+    convert(root, "--workers", "1")
+    (kept,) = (root / "dst.partial" / "files").glob("*.safetensors")
+
+    def unreadable(path: Path) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(finished, "open_regular", unreadable)
+    assert convert(root, "--workers", "1")[0] == 2
+    assert kept.exists()

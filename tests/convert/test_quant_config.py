@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from weightprep.cli import app
 from weightprep.convert.declare import declare
+from weightprep.convert.quant_config import Modules
 from weightprep.errors import CheckpointError
 from weightprep.synth import synthesize
 
@@ -397,3 +398,29 @@ def test_numbers_that_become_bf16_need_no_config(tmp_path: Path) -> None:
     after, destination = convert(source, "--precision", "bf16")
     assert after == before
     assert stored(destination, f"{KV_B}.weight").dtype is torch.bfloat16
+
+
+def test_a_second_conversion_of_compressed_tensors_keeps_the_first_ones_group(tmp_path: Path) -> None:
+    source = synthesize(tmp_path / "src", "deepseek_v3", layers=2, encoding="int4_experts")
+    for arguments in ((source, tmp_path / "one", "--nextn", "keep"), (tmp_path / "one", tmp_path / "two")):
+        result = CliRunner().invoke(app, ["convert", *map(str, arguments)])
+        assert result.exit_code == 0, result.output
+    groups = json.loads((tmp_path / "two" / "config.json").read_text())["quantization_config"]["config_groups"]
+    assert list(groups) == ["weightprep_2", "weightprep", "group_0"]
+    for layer, key in (("layers.0", "weightprep"), ("layers.2", "weightprep_2"), ("decoder", "weightprep_2")):
+        name = f"model.{layer}.self_attn.kv_b_proj"
+        fits = [key for key, group in groups.items() if any(re.match(t[3:], name) for t in group["targets"])]
+        assert fits == [key]
+    verified = CliRunner().invoke(app, ["verify", str(tmp_path / "one"), str(tmp_path / "two")])
+    assert verified.exit_code == 0, verified.output
+
+
+def test_a_wrapper_that_stands_inside_of_the_model_is_spelled_as_sglang_does() -> None:
+    """GLM-5.3-Flash: sglang renames plain names of a config, but no regular expression."""
+    module = "model.language_model.layers.3.self_attn.kv_b_proj"
+    modules = Modules([module], [], [module], ["model.language_model.layers.4"], "model.language_model.")
+    quantization: dict[str, Any] = {"quant_method": "compressed-tensors", "config_groups": {}}
+    declare(quantization, modules.quantized_names)
+    (group,) = quantization["config_groups"].values()
+    for name in (module, "model.layers.3.self_attn.kv_b_proj"):
+        assert any(re.match(target[3:], name) for target in group["targets"])

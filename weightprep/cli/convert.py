@@ -113,7 +113,7 @@ def convert(
         with progress(left_to_write(plan, done)) as shown:
             result = execute(plan, shown)
     except WeightprepError:
-        if kept := finished_by(plan):
+        if not finish and (kept := finished_by(plan)):
             say(f"{plan.options.partial}: {len(kept)} of {len(plan.jobs)} file(s) are finished and stay:")
             say("  the same command goes on from there; to begin again, remove that directory")
         raise
@@ -139,11 +139,12 @@ def parse_precision(text: str | None) -> str | dict[str, str] | None:
     if text is None or "=" not in text:
         return text
     pairs = [item.partition("=") for item in text.split(",")]
-    if any(not (group and separator and name) for group, separator, name in pairs):
+    groups = [group.strip() for group, _, _ in pairs]
+    if len(set(groups)) < len(groups) or any(not (group and separator and name) for group, separator, name in pairs):
         raise RecipeError(
             "--precision",
             found=repr(text),
-            wanted="fp8, or group=precision pairs with commas between them",
+            wanted="fp8, or group=precision pairs with commas between them, each group once",
             remedy="for example: --precision decoder=fp8,nextn=bf16",
         )
     return {group.strip(): name.strip() for group, _, name in pairs}

@@ -40,6 +40,8 @@ def next_steps(plan: ConversionPlan) -> list[str]:
     lines.append(f"      on ROCm, before the server starts: export {AITER_SWITCH}")
     if options.layout is Layout.INLINE and plan.model.architecture in shipped_architectures():
         lines.append("      sglang without weightprep loads this checkpoint as well: leave --load-format out")
+        if any("scale" not in job.outputs for job in plan.modules):
+            lines.append("      it then makes of bf16 weights what it always does, which need not be bf16")
     return lines
 
 

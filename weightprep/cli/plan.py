@@ -35,7 +35,7 @@ def plan_lines(plan: ConversionPlan) -> list[str]:
         lines.append(f"  not in this checkpoint: {absent.source}")
     for path in plan.left_behind:
         lines.append(f"  leaves {path} behind")
-    if options.layout is Layout.INLINE and plan.modules:
+    if options.layout is Layout.INLINE and any("scale" in job.outputs for job in plan.modules):
         lines.append(
             "  inline: the prefill path reads the quantized kv_b_proj too; --layout sidecar keeps the original"
         )
@@ -141,7 +141,8 @@ def show_plan(plan: ConversionPlan, *, as_json: bool) -> None:
         for name, why in _unclaimed(plan):
             print_lines(f"  {name}: {why}")
         print_lines(*(f"  {line}" for line in unmatched_lines(plan.unmatched_excludes)))
-        say(f"no destination is written; {plan.options.source} can be used as it is")
+        say(f"no destination is written; {plan.options.source} can be used as it is: `weightprep inspect` tells what")
+        say("  serving it with --load-format weightprep adds")
         return
     for line in plan_lines(plan):
         print_lines(line)

@@ -13,6 +13,7 @@ from weightprep.errors import CheckpointError
 
 __all__ = ["declare"]
 
+_GROUP = "weightprep"
 _SHOWN_CHARACTERS = 60
 _LAYER = re.compile(r"(.*?\.layers\.)(\d+)(\..*)")
 
@@ -78,7 +79,9 @@ def _to_compressed_tensors(quantization: dict[str, Any], names: Sequence[str]) -
         "output_activations": None,
         "format": ours,
     }
-    quantization["config_groups"] = {"weightprep": group, **groups}
+    # an earlier conversion's group, of other modules, stays
+    name = next(name for name in (_GROUP, *(f"{_GROUP}_{n}" for n in range(2, len(groups) + 3))) if name not in groups)
+    quantization["config_groups"] = {name: group, **groups}
 
 
 def _patterns(names: Iterable[str]) -> list[str]:
@@ -90,7 +93,10 @@ def _patterns(names: Iterable[str]) -> list[str]:
         found = _LAYER.fullmatch(name)
         head, layer, tail = found.groups() if found else (name, "", "")
         layers.setdefault((head, tail), []).append(layer)
-    return [f"re:{re.escape(head)}({'|'.join(numbers)}){re.escape(tail)}$" for (head, tail), numbers in layers.items()]
+    return [
+        f"re:{re.escape(head)}({'|'.join(numbers)}){re.escape(tail)}$" if tail else f"re:{re.escape(head)}$"
+        for (head, tail), numbers in layers.items()
+    ]
 
 
 _BY_METHOD: Mapping[object, Callable[[dict[str, Any], Sequence[str]], None]] = MappingProxyType(

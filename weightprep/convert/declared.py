@@ -1,7 +1,7 @@
 """Whether the result's own config says of its tensors what they are: a loader believes it, and asks nobody else.
 
 Reads the configs of the result and the headers of its shards, as loaders do. The code that edits configs is judged
-here, so nothing of it is used; what comparing with its output cannot see is a fault of its own.
+here, so of what it uses only the matcher of exclude lists is; comparing with its output would not see its faults.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = ["check_declared"]
 _FP8 = "F8_E4M3"
 _LAYER = re.compile(r"(.*?\blayers)\.(\d{1,6})\.")
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
-# sglang builds the language model of a wrapper without the first part, transformers puts it behind "model.".
-_WRAPPED = "language_model."
+# sglang builds the language model of a wrapper as "model.", transformers as "model.language_model.".
+_WRAPPED = ("language_model.", "model.language_model.")
 # What compressed-tensors calls a kind of module instead of modules; asked for after every name.
 _KIND = "Linear"
 
@@ -169,12 +169,13 @@ def _draft_layers(config: ModelConfig, tensors: Collection[str], converted: Coll
 def _asked(module: str, drafts: Collection[str]) -> list[str]:
     """Every name by which a loader asks for `module`."""
     names = [module, *draft_names(module, drafts)]
-    if module.startswith(_WRAPPED):
-        bare = module.removeprefix(_WRAPPED)
-        names.append(bare)
-        if bare.startswith("model."):
-            names.append(f"model.{_WRAPPED}{bare.removeprefix('model.')}")
-    return names
+    wrapper = next((prefix for prefix in _WRAPPED if module.startswith(prefix)), None)
+    if wrapper is not None:
+        bare = module.removeprefix(wrapper)
+        inside = bare.removeprefix("model.")
+        is_inside = bare.startswith("model.") or wrapper.startswith("model.")
+        names += [f"model.{inside}", f"model.language_model.{inside}"] if is_inside else [bare]
+    return list(dict.fromkeys(names))
 
 
 def _unknown(quantization: Mapping[str, object], _: str) -> str:

@@ -19,7 +19,7 @@ from weightprep.checkpoint.manifest import MANIFEST_NAME, SIDECAR_MANIFEST, Mani
 from weightprep.checkpoint.writer import fsync_directory
 from weightprep.convert.files import FileRunner, Progress, check_unchanged
 from weightprep.convert.finished import finished_files
-from weightprep.convert.journal import Entry, Journal, claim, identity_of, parts_of
+from weightprep.convert.journal import Entry, Journal, claim, identity_of, journaled_files, parts_of
 from weightprep.convert.options import Executor, Layout, LinkMode, Part
 from weightprep.convert.partial import commit, put_back, temporary_of, tree_of
 from weightprep.convert.placing import place_file, replace_file, sync_file, write_bytes
@@ -99,9 +99,9 @@ def _locked(plan: ConversionPlan, part: Part, journal: Journal, progress: Progre
         _check_complete(plan, done)
         _write_rest(plan, records, below)
     except WeightprepError:
-        # Whatever failed, a finished file is not thrown away: a disk can be mended, a floor be waived. Parts of a job
-        # array leave each other's directory alone.
-        if part.count == 1 and not finished_files(plan):
+        # Whatever failed, a finished file is not thrown away, nor one that cannot be read just now: a disk can be
+        # mended, a floor be waived. Parts of a job array leave each other's directory alone.
+        if part.count == 1 and not journaled_files(partial):
             shutil.rmtree(partial, ignore_errors=True)
         raise
     commit(options)
@@ -179,7 +179,9 @@ def _check_complete(plan: ConversionPlan, done: Mapping[str, Entry]) -> None:
             plan.options.partial,
             found=f"{len(missing)} of {len(plan.jobs)} files not done, {missing[0]} first",
             wanted="every part of the job array finished",
-            remedy="run the missing parts (--part i/n), then --finish again",
+            remedy="run the missing parts (--part i/n), then --finish again"
+            if parts_of(plan.options.partial) > 1
+            else "run the same command without --finish: it was begun without --part",
         )
 
 

@@ -44,7 +44,8 @@ def names_to_exclude(modules: Iterable[str], nextn_prefixes: Iterable[str]) -> l
 def unwrapped(names: Iterable[str], prefix: str) -> list[str]:
     """`names`, and those under a wrapper's `prefix` also as sglang and as transformers call them.
 
-    language_model.model.layers.0 is model.layers.0 in sglang, and model.language_model.layers.0 in transformers.
+    language_model.model.layers.0 and model.language_model.layers.0 are model.layers.0 in sglang, and the latter in
+    transformers. sglang renames plain names itself, but no regular expression.
     """
     return list(dict.fromkeys(spelled for name in names for spelled in _spellings(name, prefix)))
 
@@ -53,7 +54,10 @@ def _spellings(name: str, prefix: str) -> tuple[str, ...]:
     if not prefix or not name.startswith(prefix):
         return (name,)
     bare = name.removeprefix(prefix)
-    return (name, bare, f"model.{prefix}{bare.removeprefix('model.')}") if bare.startswith("model.") else (name, bare)
+    if not bare.startswith("model.") and not prefix.startswith("model."):
+        return (name, bare)
+    inside = bare.removeprefix("model.")
+    return (name, f"model.{inside}", f"model.language_model.{inside}")
 
 
 def towers(names: Iterable[str], prefix: str) -> list[str]:

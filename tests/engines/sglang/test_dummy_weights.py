@@ -29,6 +29,8 @@ def broken() -> dict[str, Bundle]:
         "negative": source(Encoding.FP8_BLOCK, ones8, torch.tensor([[-1.0], [2.0]])),
         "channel": source(Encoding.FP8_CHANNEL, ones8, torch.full((ROWS, 1), nan)),
         "e8m0": source(Encoding.FP8_BLOCK, ones8, torch.tensor([[255], [128]], dtype=torch.uint8)),
+        "too large": source(Encoding.FP8_BLOCK, ones8, torch.tensor([[1e38], [2.0]])),
+        "e8m0 too large": source(Encoding.FP8_BLOCK, ones8, torch.tensor([[254], [128]], dtype=torch.uint8)),
         "mxfp4": source(Encoding.MXFP4, bytes_, torch.full((ROWS, COLS // 32), 255, dtype=torch.uint8)),
     }
 
@@ -42,7 +44,7 @@ def test_what_is_no_number_becomes_zero_and_scale_one(name: str) -> None:
     # the first row's: a weight that was no number, or one that is 1 (0.5 in e2m1) with the scale 1
     expected = {"bf16": 0.0, "fp32": 0.0, "fp8 weight": 0.0, "mxfp4": 0.5}.get(name, 1.0)
     assert float(values[0, 0]) == expected
-    if name in ("negative", "e8m0"):
+    if name in ("negative", "e8m0", "too large", "e8m0 too large"):
         assert float(values[-1, 0]) == 2.0
     assert made_up.changed == {name}
 

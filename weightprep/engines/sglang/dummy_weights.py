@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 # one, in e8m0
 _ONE = 127
+# Times the largest number of any format this is still finite in float32.
+_LARGEST_POWER = 110
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ def _weight(weight: torch.Tensor) -> torch.Tensor:
 def _scale(scale: torch.Tensor) -> torch.Tensor:
     if scale.element_size() == 1:
         codes = scale.view(torch.uint8)
-        faulty = codes == 255
+        faulty = codes > _ONE + _LARGEST_POWER
         return codes.masked_fill(faulty, _ONE).view(scale.dtype) if bool(faulty.any()) else scale
-    faulty = ~(torch.isfinite(scale) & (scale >= 0))
+    faulty = ~((scale <= 2.0**_LARGEST_POWER) & (scale >= 0))
     return scale.masked_fill(faulty, 1) if bool(faulty.any()) else scale

@@ -32,11 +32,12 @@ def guard_server(server: Any) -> None:
     :raises RecipeError: a draft in our format for which there is no recipe
     """
     options, _ = split_options(_extra_config(server))
-    for flag, path in (
-        ("--model-path", getattr(server, "model_path", None)),
-        ("--speculative-draft-model-path", getattr(server, "speculative_draft_model_path", None)),
+    draft_format = getattr(server, "speculative_draft_load_format", None) or server.load_format
+    for flag, path, load_format in (
+        ("--model-path", getattr(server, "model_path", None), server.load_format),
+        ("--speculative-draft-model-path", getattr(server, "speculative_draft_model_path", None), draft_format),
     ):
-        if "://" in str(path or ""):
+        if "://" in str(path or "") and str(load_format).lower() == "weightprep":
             raise EngineError(
                 f"{flag} {path}",
                 found="a remote model, for which sglang replaces the load format by one of its own",
