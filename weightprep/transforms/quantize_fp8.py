@@ -35,6 +35,8 @@ def _already(bundle: Bundle, context: StepContext, *, format: str, granularity: 
     if encoded.encoding not in FP8 or granularity != "tensor":
         return bundle if encoded.encoding is _RESULT[granularity] else None
     if encoded.encoding is Encoding.FP8_TENSOR:
+        if bundle["scale"].dtype is torch.float32:
+            return bundle
         # a number from here on: the code of an e8m0 scale would be taken for one
         return Bundle({"weight": bundle["weight"], "scale": source_scale(bundle, context.name)}, encoded)
     # The range over all ranks, where they agreed on one: a rank whose own rows share a scale may not be the only one.
