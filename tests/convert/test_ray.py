@@ -51,21 +51,26 @@ def reference(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     """The address of a cluster that lives as long as its process's standard input."""
-    folder = tempfile.mkdtemp(prefix="ray-")
-    # Ray notes the address in a folder that nothing makes where no cluster was ever started with the defaults.
-    Path(folder, "ray").mkdir()
-    process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("ray_cluster.py")), folder],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | QUIET | {"RAY_TMPDIR": folder},
-    )
-    assert process.stdout is not None
-    address = process.stdout.readline().strip()
-    if not address:
-        pytest.fail(f"no cluster: {process.communicate()[1][-2000:]}")
+    for _ in range(3):
+        folder = tempfile.mkdtemp(prefix="ray-")
+        # Ray notes the address in a folder that nothing makes where no cluster was ever started with the defaults.
+        Path(folder, "ray").mkdir()
+        process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("ray_cluster.py")), folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | QUIET | {"RAY_TMPDIR": folder},
+        )
+        assert process.stdout is not None
+        if address := process.stdout.readline().strip():
+            break
+        # Ray gives its processes a short time to come up, which a machine with other work may not keep
+        errors = process.communicate()[1]
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        pytest.fail(f"no cluster: {errors[-2000:]}")
     yield address
     process.communicate()
     shutil.rmtree(folder, ignore_errors=True)
