@@ -44,11 +44,17 @@ def nan_in_last_row(glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     )
 
 
+def refusal(tp1: Ranks, glm: Path, path: Path, route: str) -> str:
+    """What the request is answered that updates a sound model from `path`."""
+    tp1.run(on_ranks.load, glm)
+    done, message, _ = tp1.run(on_ranks.try_update, (str(glm), "weightprep", False), path, route)[0]
+    assert not done
+    return str(message)
+
+
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_broken_contract_is_the_answer_of_the_request(route: str, tp1: Ranks, glm: Path, small_head: Path) -> None:
-    tp1.run(on_ranks.load, glm)
-    done, message, _ = tp1.run(on_ranks.try_update, (str(glm), "weightprep", False), small_head, route)[0]
-    assert not done
+    message = refusal(tp1, glm, small_head, route)
     assert "1 contract violation\nlayer 1 (decoder) self_attn.w_kc and w_vc: SQNR is " in message
     assert "updated in part" in message or "partially updated" in message
 
@@ -66,9 +72,7 @@ def test_where_violations_are_only_warned_of_an_update_is_served(
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_nan_is_the_answer_of_the_request(route: str, tp1: Ranks, glm: Path, nan_in_last_row: Path) -> None:
-    tp1.run(on_ranks.load, glm)
-    done, message, _ = tp1.run(on_ranks.try_update, (str(glm), "weightprep", False), nan_in_last_row, route)[0]
-    assert not done
+    message = refusal(tp1, glm, nan_in_last_row, route)
     assert "model.layers.1.self_attn.kv_b_proj" in message
     assert "a NaN or an infinity" in message
 

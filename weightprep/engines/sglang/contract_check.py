@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from weightprep.engines.sglang.hardware import aiter_is_on
 from weightprep.engines.sglang.layer_violations import find_violations, violation_on_rank
 from weightprep.engines.sglang.modules import LiveModule
 from weightprep.engines.sglang.prepare import Preparation
-from weightprep.engines.sglang.versions import KNOWN, gates_version, installed_version
+from weightprep.engines.sglang.versions import gates_version
 
-__all__ = ["CheckedLayer", "check_layers", "judge", "predicted_path", "sglang_version"]
+__all__ = ["CheckedLayer", "check_layers", "judge", "predicted_path"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +53,7 @@ def check_layers(modules: Sequence[LiveModule], preparation: Preparation) -> lis
     rank = int(attention_group().rank_in_group)
     mine = torch.tensor([[rank if layer.violations else -1.0, -layer.sqnr_db] for layer in checked])
     return [
-        CheckedLayer(
-            layer.module,
-            layer.prediction,
-            -sqnr,
-            layer.violations or _elsewhere(layer, int(culprit), preparation),
-        )
+        replace(layer, sqnr_db=-sqnr, violations=layer.violations or _elsewhere(layer, int(culprit), preparation))
         for layer, (culprit, sqnr) in zip(checked, agree_on_maxima([mine])[0].tolist(), strict=True)
     ]
 
@@ -79,11 +74,6 @@ def judge(checked: Sequence[CheckedLayer], *, is_lenient: bool) -> None:
         _warn(violations)
     else:
         raise_violations(violations)
-
-
-def sglang_version() -> str:
-    """The installed one, as the reports name it."""
-    return str(installed_version() or KNOWN[-1])
 
 
 def predicted_path(owner: Any, preparation: Preparation) -> Prediction:

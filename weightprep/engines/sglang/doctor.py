@@ -119,11 +119,7 @@ def _sglang() -> Iterator[Finding]:
 
 def _products(root: Path) -> Finding:
     """Whose absorbed products the sglang at `root` can run."""
-    found = {
-        "ROCm": [name for name in (versions.ROCM_ABSORB_Q, versions.ROCM_ABSORB_V) if resolves(root, name)]
-        or [name for name in (versions.FP8_KERNEL, versions.MXFP4_KERNEL) if resolves(root, name)],
-        "CUDA": [versions.BMM_FP8] if resolves(root, versions.BMM_FP8) else [],
-    }
+    found = {name: versions.product_targets(root, hip=name == "ROCm") for name in ("ROCm", "CUDA")}
     shown = "; ".join(
         f"{platform}: {', '.join(name.rpartition('.')[2] for name in names) or 'none'}"
         for platform, names in found.items()

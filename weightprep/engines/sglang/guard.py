@@ -53,7 +53,8 @@ def guard_server(server: Any) -> None:
             remedy="leave --use-ray out, or serve a checkpoint from `weightprep convert --layout inline` without the "
             "flag",
         )
-    _refuse_unknown_draft(server, options)
+    if str(draft_format).lower() == "weightprep":
+        _refuse_unknown_draft(server, options)
 
 
 def _refuse_unknown_draft(server: Any, options: Options) -> None:
@@ -61,11 +62,8 @@ def _refuse_unknown_draft(server: Any, options: Options) -> None:
 
     A hub id is left to that: its files may not be here yet.
     """
-    draft_format = getattr(server, "speculative_draft_load_format", None) or server.load_format
     path = getattr(server, "speculative_draft_model_path", None)
-    if str(draft_format).lower() != "weightprep" or options.recipe or not path:
-        return
-    if (Path(path) / "config.json").is_file():
+    if path and not options.recipe and (Path(path) / "config.json").is_file():
         config = read_config(Path(path))
         model_type = config.raw.get("model_type")
         with explaining_draft(True):

@@ -69,17 +69,18 @@ def runtime_hooks(root: Path, *, hip: bool) -> tuple[RuntimeHook, ...]:
 
     :param hip: the process runs on ROCm; otherwise on CUDA
     """
-    if not hip:
-        names: tuple[tuple[str, Callable[..., Any]], ...] = ((versions.BMM_FP8, cuda_bmm_fp8),)
-    elif resolves(root, versions.ROCM_ABSORB_V):
-        names = (
-            (versions.ROCM_ABSORB_Q, rocm_absorb_q),
-            (versions.ROCM_ABSORB_V, rocm_absorb_v),
-            (versions.FUSED_ROPE, fused_rope),
-        )
-    else:
-        names = ((versions.FP8_KERNEL, aiter_fp8_kernel), (versions.MXFP4_KERNEL, aiter_mxfp4_kernel))
-    return tuple(RuntimeHook(target, around) for target, around in names if resolves(root, target))
+    around: dict[str, Callable[..., Any]] = {
+        versions.BMM_FP8: cuda_bmm_fp8,
+        versions.ROCM_ABSORB_Q: rocm_absorb_q,
+        versions.ROCM_ABSORB_V: rocm_absorb_v,
+        versions.FUSED_ROPE: fused_rope,
+        versions.FP8_KERNEL: aiter_fp8_kernel,
+        versions.MXFP4_KERNEL: aiter_mxfp4_kernel,
+    }
+    targets = versions.product_targets(root, hip=hip)
+    if versions.ROCM_ABSORB_V in targets and resolves(root, versions.FUSED_ROPE):
+        targets += (versions.FUSED_ROPE,)
+    return tuple(RuntimeHook(target, around[target]) for target in targets)
 
 
 def refuse_other_runtime(runtime: str) -> None:

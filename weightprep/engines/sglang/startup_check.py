@@ -13,7 +13,7 @@ from typing import Any
 
 from weightprep.contracts import Prediction
 from weightprep.engines.sglang.canary import Sample, run_canary
-from weightprep.engines.sglang.contract_check import CheckedLayer, check_layers, judge, predicted_path, sglang_version
+from weightprep.engines.sglang.contract_check import CheckedLayer, check_layers, judge, predicted_path
 from weightprep.engines.sglang.kernels import server_kernels
 from weightprep.engines.sglang.modules import kept_attentions, live_modules
 from weightprep.engines.sglang.prepare import Preparation
@@ -28,6 +28,7 @@ from weightprep.engines.sglang.report import (
     write_report,
 )
 from weightprep.engines.sglang.runtime_check import RuntimeReport
+from weightprep.engines.sglang.versions import KNOWN, installed_version
 from weightprep.recipe import NEXTN_GROUP
 
 __all__ = ["check_startup"]
@@ -55,7 +56,7 @@ def check_startup(
         for layer, owner in kept_attentions(model, preparation.plan)
     )
     violations = tuple(itertools.chain.from_iterable(map(_report_violations, layers)))
-    startup = Startup(model, preparation, sglang_version(), reports, violations, runtime)
+    startup = Startup(model, preparation, str(installed_version() or KNOWN[-1]), reports, violations, runtime)
     log_report(startup)
     canary = CanaryReport("off" if preparation.options.canary == "off" else "not run")
     try:

@@ -52,6 +52,7 @@ __all__ = [
     "is_release",
     "missing_runtime_targets",
     "missing_targets",
+    "product_targets",
 ]
 
 KNOWN = tuple(Version(text) for text in READ_RELEASES)
@@ -212,6 +213,20 @@ def missing_targets(root: Path) -> tuple[Target, ...]:
 def missing_runtime_targets(root: Path) -> tuple[Target, ...]:
     """What the sglang package in directory `root` lacks of what weightprep would replace."""
     return tuple(target for target in RUNTIME_TARGETS if target.found(root) is None)
+
+
+def product_targets(root: Path, *, hip: bool) -> tuple[str, ...]:
+    """Names of the absorbed products that can be replaced in the sglang package in directory `root`.
+
+    :param hip: on ROCm; otherwise on CUDA
+    """
+    if not hip:
+        names: tuple[str, ...] = (BMM_FP8,)
+    elif resolves(root, ROCM_ABSORB_V):
+        names = (ROCM_ABSORB_Q, ROCM_ABSORB_V)
+    else:
+        names = (FP8_KERNEL, MXFP4_KERNEL)
+    return tuple(name for name in names if resolves(root, name))
 
 
 def check_support() -> str | None:
